@@ -8,6 +8,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <optional>

@@ -1,0 +1,236 @@
+#include <ATen/native/PinMemory.h>
+
+#include <ATen/Base.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/PinTarget.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/empty_native.h>
+#include <ATen/ops/empty_strided_native.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <mutex>
+
+// Note [Where the pin kernels sit]
+// From 2.5 on the base has one CompositeExplicitAutograd kernel for each
+// operator. A kernel at the CPU key is more specific, so ours answers without
+// overriding anything, and a vendor's kernel at BackendSelect is asked before
+// it, whatever was imported first.
+// Up to 2.4 the base chooses among per-backend kernels at BackendSelect, by the
+// device argument, and takes a missing one for CUDA. Ours replaces that choice:
+// the current accelerator's own kernel where there is one, else its hooks. The
+// dispatcher lets the latest registration win; torchpin registers as `import
+// torch` ends, before a vendor's package can, and stays away if one got there
+// first.
+//
+// Note [Factory functions that ask for pinned memory]
+// The base's factories ask the hooks without looking at the answer: a backend
+// whose hooks return null crashes the process there, and one without an
+// allocator makes `tensor.to("cpu", non_blocking=True)` raise. The kernels of
+// empty and empty_strided at the CPU key pass every request that does not ask
+// for pinned memory straight on.
+
+namespace at::pin {
+
+namespace {
+
+bool is_pinned(const Tensor& self, std::optional<Device> /*device*/) {
+  if (!self.is_cpu() || !self.has_storage()) {
+    return false;
+  }
+  return isPinned(*self.storage().unsafeGetStorageImpl());
+}
+
+Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
+  TORCH_CHECK(
+      self.is_cpu(),
+      "cannot pin a tensor on ",
+      self.device(),
+      ": only dense CPU tensors can be pinned");
+  const PinTarget target = requirePinTarget();
+  TORCH_INTERNAL_ASSERT(target.allocator != nullptr);
+  auto storage = Storage(
+      Storage::use_byte_size_t(),
+      detail::computeStorageNbytes(
+          self.sizes(), self.strides(), self.dtype().itemsize()),
+      target.allocator,
+      /*resizable=*/false);
+  auto pinned = at::cpu::empty({0}, self.options())
+                    .set_(storage, 0, self.sizes(), self.strides());
+  pinned.copy_(self);
+  return pinned;
+}
+
+#if !TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
+
+// Runs the accelerator's own kernel of `name`, if it has one.
+template <typename Return>
+std::optional<Return> accelerator_kernel(
+    const char* name,
+    const Tensor& self) {
+  const auto accelerator = at::getAccelerator(/*checked=*/false);
+  if (!accelerator.has_value()) {
+    return std::nullopt;
+  }
+  const auto key = c10::computeDispatchKey(
+      std::nullopt, self.layout(), Device(*accelerator));
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  if (!op.hasKernelForDispatchKey(key)) {
+    return std::nullopt;
+  }
+  return op.typed<Return(const Tensor&, std::optional<Device>)>().redispatch(
+      c10::DispatchKeySet(key), self, Device(*accelerator));
+}
+
+bool is_pinned_select(const Tensor& self, std::optional<Device> device) {
+  if (!self.is_cpu()) {
+    return false;
+  }
+  if (auto pinned = accelerator_kernel<bool>("aten::is_pinned", self)) {
+    return *pinned;
+  }
+  return is_pinned(self, device);
+}
+
+Tensor _pin_memory_select(const Tensor& self, std::optional<Device> device) {
+  if (auto pinned = accelerator_kernel<Tensor>("aten::_pin_memory", self)) {
+    return *std::move(pinned);
+  }
+  return _pin_memory(self, device);
+}
+
+#endif // !TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
+
+// What a factory gets that asks for pinned memory: the target's allocator, or
+// null where ordinary memory has to do because the backend is incomplete.
+// Throws if there is no accelerator at all.
+c10::Allocator* factory_allocator() {
+  const PinTarget target = pinTarget(Initialize::Yes);
+  if (target.ready()) {
+    return target.allocator;
+  }
+  if (target.lack == Lack::Accelerator) {
+    requirePinTarget();
+  }
+  TORCH_WARN_ONCE(
+      "pin_memory=True was asked for, but ordinary memory is used: ",
+      target.reason,
+      ".");
+  return nullptr;
+}
+
+Tensor empty_memory_format(
+    IntArrayRef size,
+    std::optional<ScalarType> dtype,
+    std::optional<Layout> layout,
+    std::optional<Device> device,
+    std::optional<bool> pin_memory,
+    std::optional<MemoryFormat> memory_format) {
+  if (C10_LIKELY(!pin_memory.value_or(false))) {
+    return at::native::empty_cpu(
+        size, dtype, layout, device, pin_memory, memory_format);
+  }
+  auto* allocator = factory_allocator();
+  if (allocator == nullptr) {
+    return at::native::empty_cpu(
+        size, dtype, layout, device, /*pin_memory=*/false, memory_format);
+  }
+  return at::detail::empty_generic(
+      size,
+      allocator,
+      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::dtype_or_default(dtype),
+      memory_format);
+}
+
+Tensor empty_strided(
+    IntArrayRef size,
+    IntArrayRef stride,
+    std::optional<ScalarType> dtype,
+    std::optional<Layout> layout,
+    std::optional<Device> device,
+    std::optional<bool> pin_memory) {
+  if (C10_LIKELY(!pin_memory.value_or(false))) {
+    return at::native::empty_strided_cpu(
+        size, stride, dtype, layout, device, pin_memory);
+  }
+  auto* allocator = factory_allocator();
+  if (allocator == nullptr) {
+    return at::native::empty_strided_cpu(
+        size, stride, dtype, layout, device, /*pin_memory=*/false);
+  }
+  return at::detail::empty_strided_generic(
+      size,
+      stride,
+      allocator,
+      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::dtype_or_default(dtype));
+}
+
+std::mutex registrationMutex;
+std::unique_ptr<torch::Library> pinKernels;
+std::unique_ptr<torch::Library> factoryKernels;
+
+// Drops warnings; the dispatcher reports an overridden kernel as one.
+class QuietHandler final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+// Whether the kernel that answers for `name` at the key of ours is the base's.
+bool baseAnswers(const char* name) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+#if TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
+  return !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+#else
+  return op.dumpState().find(
+             "BackendSelect: registered at aten/src/ATen/RegisterBackendSelect.cpp") !=
+      std::string::npos;
+#endif
+}
+
+} // namespace
+
+void registerPinKernels() {
+  std::lock_guard<std::mutex> lock(registrationMutex);
+  if (factoryKernels) {
+    return;
+  }
+  QuietHandler quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+#if TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
+  pinKernels = std::make_unique<torch::Library>(
+      torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  if (baseAnswers("aten::is_pinned") && baseAnswers("aten::_pin_memory")) {
+    pinKernels->impl("is_pinned", TORCH_FN(is_pinned));
+    pinKernels->impl("_pin_memory", TORCH_FN(_pin_memory));
+  }
+#else
+  pinKernels = std::make_unique<torch::Library>(
+      torch::Library::IMPL,
+      "aten",
+      c10::DispatchKey::BackendSelect,
+      __FILE__,
+      __LINE__);
+  if (baseAnswers("aten::is_pinned") && baseAnswers("aten::_pin_memory")) {
+    pinKernels->impl("is_pinned", TORCH_FN(is_pinned_select));
+    pinKernels->impl("_pin_memory", TORCH_FN(_pin_memory_select));
+  }
+#endif
+  factoryKernels = std::make_unique<torch::Library>(
+      torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  factoryKernels->impl("empty.memory_format", TORCH_FN(empty_memory_format));
+  factoryKernels->impl("empty_strided", TORCH_FN(empty_strided));
+}
+
+void deregisterPinKernels() {
+  std::lock_guard<std::mutex> lock(registrationMutex);
+  pinKernels.reset();
+  factoryKernels.reset();
+}
+
+} // namespace at::pin
