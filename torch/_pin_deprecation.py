@@ -98,7 +98,7 @@ def _without_device(base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def method(self: Any, device: Any = None) -> Any:
         if device is not None:
-            ignore_device(base.__qualname__, device)
+            ignore_device(f"{type(self).__name__}.{base.__name__}", device)
         return base(self, None)
 
     return method

@@ -185,6 +185,32 @@ def _place_methods() -> None:
             _set(owner, name, _resolve(row.maker)[2](base))
 
 
+def places() -> list[tuple[str, str]]:
+    """Every row of the table and whether it is in place, for a report."""
+    import torch
+
+    release = bases.parse(torch.__version__)
+
+    def state(row: seams.Seam | seams.Method) -> str:
+        if not row.since <= release <= row.until:
+            return f"not needed on this PyTorch: {row.reason}"
+        return f"{'active' if is_enabled() else 'not active'}: {row.reason}"
+
+    lines = [
+        (
+            f"file {file.path}",
+            f"{'active' if file.module in _replaced_modules else 'not active'}: {file.reason}",
+        )
+        for file in seams.WHOLE_FILES
+    ]
+    lines += [(f"seam {seam.function.partition(':')[2]} ({seam.at})", state(seam)) for seam in seams.SEAMS]
+    lines += [
+        (f"method {method.owner.partition(':')[2]}.{method.name}", state(method))
+        for method in seams.METHODS
+    ]
+    return lines
+
+
 def is_enabled() -> bool:
     """Whether whole files, seams and kernels are in place."""
     return bool(_placed)
