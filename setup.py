@@ -40,6 +40,8 @@ except ImportError as error:
 
 base = load("tools/base_probe.py").probe()
 bases = load("tools/overlay/bases.py")
+# One for each PyTorch and Python: what one build leaves behind must not get into another's wheel.
+BUILD = f"build/torch-{base.version}-{sysconfig.get_config_var('SOABI')}"
 START_UP = "torchpin.pth"
 START_UP_LINE = (
     "import os, importlib.util; "
@@ -53,7 +55,9 @@ def tree_files() -> list[tuple[pathlib.Path, str]]:
 
     The Python that takes its place under ``torch``, and the headers that backends include.
     """
-    files = [(path, f"tree/{path.relative_to(ROOT)}") for path in sorted(ROOT.glob("torch/**/*.py"))]
+    files = [
+        (path, f"tree/{path.relative_to(ROOT)}") for path in sorted(ROOT.glob("torch/**/*.py"))
+    ]
     for top in ("aten/src", "c10"):
         for path in sorted((ROOT / top).rglob("*.h")):
             relative = path.relative_to(ROOT / "aten/src" if top == "aten/src" else ROOT)
@@ -69,9 +73,12 @@ class BuildTree(build_py):
     """Adds the tree and, where ``import torch`` calls nobody, the start-up file."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        # A file that is gone from the source has to go here too.
+        shutil.rmtree(pathlib.Path(self.build_lib, "torchpin"), ignore_errors=True)
+        super().run()
         for source, place in tree_files():
             target = pathlib.Path(self.build_lib, "torchpin", place)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +102,7 @@ class BuildExtension(build_ext):
                 "torchpin: no C++ compiler was found. Install one (Debian and Ubuntu: "
                 "apt install g++), or name it in the environment variable CXX."
             )
-        folder = ROOT / "build" / f"torch-{base.version}-{sysconfig.get_config_var('SOABI')}"
+        folder = ROOT / BUILD
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         configure = [cmake, *generator, "-S", str(ROOT), "-B", str(folder)]
         self._call([*configure, f"-DPython_EXECUTABLE={sys.executable}"])
@@ -152,6 +159,7 @@ setup(
     packages=packages,
     package_data={"torchpin": ["py.typed"]},
     ext_modules=[Extension("torchpin._C", sources=[])],
+    options={"build": {"build_base": f"{BUILD}/python"}},
     cmdclass={
         "build_py": BuildTree,
         "build_ext": BuildExtension,
