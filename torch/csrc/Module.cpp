@@ -24,6 +24,7 @@ PyObject* PyInit__C() {
   try {
     torch::pin::initPinTargetBindings(module);
     torch::pin::initTensorMethodBindings(module);
+    torch::pin::initPinBatchBindings(module);
   } catch (const std::exception& error) {
     if (!PyErr_Occurred()) {
       PyErr_SetString(PyExc_ImportError, error.what());

@@ -8,5 +8,6 @@ namespace torch::pin {
 
 void initPinTargetBindings(PyObject* module);
 void initTensorMethodBindings(PyObject* module);
+void initPinBatchBindings(PyObject* module);
 
 } // namespace torch::pin

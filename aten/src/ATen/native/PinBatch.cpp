@@ -1,0 +1,508 @@
+#include <ATen/native/PinBatch.h>
+
+#include <ATen/Base.h>
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/PinTarget.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
+
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+#include <ATen/core/CachingHostAllocator.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+namespace at::pin {
+
+namespace {
+
+// Bytes [begin, end) of a storage.
+struct Extent {
+  size_t begin = 0;
+  size_t end = 0;
+
+  size_t size() const {
+    return end - begin;
+  }
+};
+
+// Intervals of one storage that go into the pinned one begin at such an
+// address, so that no two of them share a cache line.
+constexpr size_t kIntervalAlignment = 64;
+// The widest dtype. An interval keeps its offset modulo this, because storage
+// offsets count elements.
+constexpr size_t kWidestElement = 16;
+// A span that is at least this many times larger than its elements is copied
+// element by element: the rest of it belongs to somebody else.
+constexpr size_t kSparseSpan = 4;
+
+// The device that selectPinDevice() could not select yet.
+thread_local c10::DeviceIndex wantedDevice = -1;
+
+std::string messageOf(const std::exception& error) {
+  const auto* c10Error = dynamic_cast<const c10::Error*>(&error);
+  std::string text =
+      c10Error ? c10Error->what_without_backtrace() : error.what();
+  while (!text.empty() && text.back() == '\n') {
+    text.pop_back();
+  }
+  return text;
+}
+
+bool isNested(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->key_set().has_any(
+      c10::DispatchKeySet(
+          {c10::DispatchKey::NestedTensor,
+           c10::DispatchKey::AutogradNestedTensor}));
+}
+
+Extent extentOf(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const size_t whole = impl->unsafe_storage().nbytes();
+  if (isNested(tensor)) {
+    return {0, whole};
+  }
+  const auto sizes = impl->sizes();
+  const auto strides = impl->strides();
+  const size_t item = impl->itemsize();
+  const size_t begin = static_cast<size_t>(impl->storage_offset()) * item;
+  size_t last = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) {
+      return {begin, begin};
+    }
+    last += static_cast<size_t>(sizes[d] - 1) * static_cast<size_t>(strides[d]);
+  }
+  return {begin, begin + (last + 1) * item};
+}
+
+// True where copying the whole span would mostly copy what is not the tensor's.
+bool isSparseSpan(const at::Tensor& tensor, const Extent& extent) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  if (isNested(tensor) ||
+      extent.size() / kSparseSpan <
+          static_cast<size_t>(impl->numel()) * impl->itemsize() ||
+      extent.size() == 0 || tensor.is_quantized()) {
+    return false;
+  }
+  const auto sizes = impl->sizes();
+  const auto strides = impl->strides();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (strides[d] == 0 && sizes[d] > 1) {
+      // copy_ refuses to write one element twice.
+      return false;
+    }
+  }
+  return true;
+}
+
+// The tensor `source` over other memory: everything it is except its data.
+at::Tensor over(
+    const at::Tensor& source,
+    c10::Storage storage,
+    size_t offsetInBytes) {
+  auto* impl = source.unsafeGetTensorImpl();
+  auto copy = impl->shallow_copy_and_detach(
+      /*version_counter=*/c10::VariableVersion(0),
+      /*allow_tensor_metadata_change=*/true);
+  copy->set_storage_keep_dtype(std::move(storage));
+  // A nested tensor covers its storage and has no offset of its own.
+  if (!isNested(source)) {
+    copy->set_storage_offset(
+        static_cast<int64_t>(offsetInBytes / impl->itemsize()));
+  }
+  at::Tensor result(std::move(copy));
+  if (impl->requires_grad()) {
+    result.unsafeGetTensorImpl()->set_requires_grad(true);
+  }
+  return result;
+}
+
+class BatchPinner {
+ public:
+  BatchPinner(
+      std::vector<Leaf>& leaves,
+      std::vector<c10::Storage>& retired,
+      Refusals& refusals)
+      : leaves_(leaves), retired_(retired), refusals_(refusals) {}
+
+  void run() {
+    target_ = pinTarget(Initialize::Yes);
+    if (!target_.ready()) {
+      for (auto& leaf : leaves_) {
+        refuse(leaf, extentOf(leaf.source).size(), target_.reason);
+      }
+      return;
+    }
+    if (wantedDevice >= 0) {
+      selectWantedDevice();
+    }
+    retired_.reserve(retired_.size() + leaves_.size());
+    for (auto& leaf : leaves_) {
+      const auto& storage = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+      // A storage with one owner cannot have a second view in this batch.
+      if (storage.use_count() > 1) {
+        auto& members = groups_[storage.unsafeGetStorageImpl()];
+        members.push_back(&leaf);
+        if (members.size() == 1) {
+          order_.push_back(storage.unsafeGetStorageImpl());
+        }
+      } else {
+        pinAlone(leaf);
+      }
+    }
+    for (auto* storage : order_) {
+      const auto& members = groups_[storage];
+      if (members.size() == 1) {
+        pinAlone(*members.front());
+      } else {
+        pinGroup(members);
+      }
+    }
+  }
+
+ private:
+  bool isPinnedAlready(const at::Tensor& tensor) const {
+    if (target_.ownKernels) {
+      return tensor.is_pinned();
+    }
+    return isPinned(
+        *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+
+  void refuse(Leaf& leaf, size_t asked, const std::string& reason) {
+    leaf.outcome = Outcome::Refused;
+    leaf.pinned = at::Tensor();
+    if (refusals_.leaves == 0) {
+      refusals_.asked = asked;
+      refusals_.reason = reason;
+    }
+    ++refusals_.leaves;
+    refusals_.bytes += extentOf(leaf.source).size();
+  }
+
+  c10::Storage allocateOnce(size_t bytes) const {
+    // One byte stands for none: memory that is nowhere is never pinned.
+    const size_t wanted = std::max<size_t>(bytes, 1);
+    if (target_.allocator == nullptr) {
+      // The backend pins by kernels of its own: what they make of a plain
+      // vector of bytes is the memory.
+      auto pinned = at::empty(
+                        {static_cast<int64_t>(wanted)},
+                        at::TensorOptions().dtype(at::kByte).device(at::kCPU))
+                        .pin_memory();
+      return pinned.storage();
+    }
+    auto data = target_.allocator->allocate(wanted);
+    TORCH_CHECK(
+        data.get() != nullptr,
+        "the host allocator returned no memory for ",
+        wanted,
+        " bytes");
+    return c10::Storage(
+        c10::make_intrusive<c10::StorageImpl>(
+            c10::StorageImpl::use_byte_size_t(),
+            bytes,
+            std::move(data),
+            target_.allocator,
+            /*resizable=*/false));
+  }
+
+  // Throws what the second try throws.
+  c10::Storage allocate(size_t bytes) {
+    try {
+      return allocateOnce(bytes);
+    } catch (const std::exception&) {
+      // Once in a batch: emptying the cache for each of a thousand leaves
+      // would cost more than it can give.
+      if (emptied_) {
+        throw;
+      }
+    }
+    emptied_ = true;
+    emptyHostCache();
+    return allocateOnce(bytes);
+  }
+
+  static void copy(
+      const Leaf& leaf,
+      const Extent& extent,
+      const c10::Storage& to,
+      size_t at) {
+    const auto& from = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    std::memcpy(
+        static_cast<char*>(to.mutable_data()) + at,
+        static_cast<const char*>(from.data()) + extent.begin,
+        extent.size());
+  }
+
+  void pinAlone(Leaf& leaf) {
+    const Extent extent = extentOf(leaf.source);
+    try {
+      if (isPinnedAlready(leaf.source)) {
+        leaf.outcome = Outcome::AsItIs;
+        return;
+      }
+      check(leaf, extent);
+      auto storage = allocate(extent.size());
+      const bool sparse = isSparseSpan(leaf.source, extent);
+      if (extent.size() > 0 && !sparse) {
+        copy(leaf, extent, storage, 0);
+      }
+      leaf.pinned = over(leaf.source, std::move(storage), 0);
+      if (sparse) {
+        copyElements(leaf);
+      }
+      finish(leaf);
+    } catch (const std::exception& error) {
+      refuse(leaf, extent.size(), messageOf(error));
+    }
+  }
+
+  // Leaves of one storage: what they cover together is copied once, each
+  // stretch at its own place in the new storage.
+  void pinGroup(const std::vector<Leaf*>& members) {
+    size_t total = 0;
+    try {
+      if (isPinnedAlready(members.front()->source)) {
+        for (auto* leaf : members) {
+          leaf->outcome = Outcome::AsItIs;
+        }
+        return;
+      }
+      struct Stretch {
+        Extent from;
+        size_t to;
+        std::vector<size_t> members;
+      };
+      std::vector<Extent> extents;
+      std::vector<size_t> byBegin;
+      for (const auto* leaf : members) {
+        byBegin.push_back(extents.size());
+        extents.push_back(extentOf(leaf->source));
+        check(*leaf, extents.back());
+      }
+      std::sort(byBegin.begin(), byBegin.end(), [&](size_t a, size_t b) {
+        return extents[a].begin < extents[b].begin;
+      });
+      std::vector<Stretch> stretches;
+      for (const auto i : byBegin) {
+        // Stretches that touch become one, so that narrow() of one tensor and
+        // the next part of it stay neighbours.
+        if (stretches.empty() ||
+            extents[i].begin > stretches.back().from.end) {
+          stretches.push_back({extents[i], 0, {}});
+        }
+        auto& stretch = stretches.back();
+        stretch.from.end = std::max(stretch.from.end, extents[i].end);
+        stretch.members.push_back(i);
+      }
+      for (auto& stretch : stretches) {
+        total = (total + kIntervalAlignment - 1) / kIntervalAlignment *
+                kIntervalAlignment +
+            stretch.from.begin % kWidestElement;
+        stretch.to = total;
+        total += stretch.from.size();
+      }
+      const auto storage = allocate(total);
+      for (const auto& stretch : stretches) {
+        const auto& first = *members[stretch.members.front()];
+        const bool sparse = std::all_of(
+            stretch.members.begin(), stretch.members.end(), [&](size_t i) {
+              return isSparseSpan(members[i]->source, extents[i]);
+            });
+        if (stretch.from.size() > 0 && !sparse) {
+          copy(first, stretch.from, storage, stretch.to);
+        }
+        for (const auto i : stretch.members) {
+          auto& leaf = *members[i];
+          leaf.pinned =
+              over(leaf.source,
+                   storage,
+                   stretch.to + extents[i].begin - stretch.from.begin);
+          if (sparse) {
+            copyElements(leaf);
+          }
+        }
+      }
+      for (auto* leaf : members) {
+        finish(*leaf);
+      }
+    } catch (const std::exception& error) {
+      for (auto* leaf : members) {
+        refuse(*leaf, total, messageOf(error));
+      }
+    }
+  }
+
+  static void check(const Leaf& leaf, const Extent& extent) {
+    const auto& storage = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    TORCH_CHECK(
+        extent.end <= storage.nbytes() || extent.size() == 0,
+        "the tensor ends at byte ",
+        extent.end,
+        " of a storage of ",
+        storage.nbytes(),
+        " bytes");
+  }
+
+  static void copyElements(Leaf& leaf) {
+    // The bits say how to read the elements, not what they are: without them,
+    // on both sides, nothing is computed.
+    const auto bare = [](const at::Tensor& tensor) {
+      auto copy = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+          c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+      at::Tensor result(std::move(copy));
+      result._set_conj(false);
+      result._set_neg(false);
+      return result;
+    };
+    bare(leaf.pinned).copy_(bare(leaf.source));
+  }
+
+  void finish(Leaf& leaf) {
+    leaf.outcome = Outcome::Pinned;
+    retired_.push_back(leaf.source.unsafeGetTensorImpl()->unsafe_storage());
+  }
+
+  void selectWantedDevice() {
+    const c10::impl::VirtualGuardImpl guard(*target_.accelerator);
+    const auto& hooks =
+        at::globalContext().getAcceleratorHooksInterface(target_.accelerator);
+    const auto index = wantedDevice;
+    wantedDevice = -1;
+    for (c10::DeviceIndex i = 0; i < guard.deviceCount(); ++i) {
+      // Pinned memory is good for all devices and can be had where something
+      // runs already. A backend that could not tell never gets here.
+      if (hooks.hasPrimaryContext(i)) {
+        return;
+      }
+    }
+    guard.setDevice(c10::Device(*target_.accelerator, index));
+  }
+
+  std::vector<Leaf>& leaves_;
+  std::vector<c10::Storage>& retired_;
+  Refusals& refusals_;
+  PinTarget target_;
+  bool emptied_ = false;
+  ska::flat_hash_map<c10::StorageImpl*, std::vector<Leaf*>> groups_;
+  std::vector<c10::StorageImpl*> order_;
+};
+
+std::optional<size_t> heldByHostAllocator() {
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  const auto accelerator = at::getAccelerator(/*checked=*/false);
+  auto* allocator =
+      accelerator.has_value() ? at::getHostAllocator(*accelerator) : nullptr;
+  if (allocator != nullptr) {
+    const auto held = allocator->get_stats().allocated_bytes.current;
+    if (held > 0) {
+      return static_cast<size_t>(held);
+    }
+  }
+#endif
+  return std::nullopt;
+}
+
+} // namespace
+
+Treatment treatmentOf(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return Treatment::Pass;
+  }
+  auto* impl = tensor.unsafeGetTensorImpl();
+  auto keys = impl->key_set();
+  // Keys of a tensor whose memory says everything.
+  c10::DispatchKeySet ordinary({
+      c10::DispatchKey::CPU,
+      c10::DispatchKey::AutogradCPU,
+      c10::DispatchKey::AutocastCPU,
+      c10::DispatchKey::ADInplaceOrView,
+      c10::DispatchKey::BackendSelect,
+      c10::DispatchKey::QuantizedCPU,
+      c10::DispatchKey::NestedTensorCPU,
+      c10::DispatchKey::AutogradNestedTensor,
+      c10::DispatchKey::Conjugate,
+      c10::DispatchKey::Negative,
+  });
+  // By raw bits: operator- of key sets leaves the backend's bit in.
+  if ((keys.raw_repr() & ~ordinary.raw_repr()) == 0 && impl->has_storage() &&
+      !impl->is_inference() && !impl->has_symbolic_sizes_strides()) {
+    if (!impl->requires_grad() || tensor.is_leaf()) {
+      return Treatment::Bytes;
+    }
+    return Treatment::Special;
+  }
+  if (impl->device_type() != c10::kCPU) {
+    return Treatment::Pass;
+  }
+  return Treatment::Special;
+}
+
+void emptyHostCache() {
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  const auto accelerator = at::getAccelerator(/*checked=*/false);
+  if (accelerator.has_value()) {
+    if (auto* allocator = at::getHostAllocator(*accelerator)) {
+      allocator->empty_cache();
+    }
+  }
+#endif
+}
+
+Refusals pinLeaves(
+    std::vector<Leaf>& leaves,
+    std::vector<c10::Storage>& retired) {
+  Refusals refusals;
+  if (leaves.empty()) {
+    return refusals;
+  }
+  BatchPinner(leaves, retired, refusals).run();
+  if (refusals.leaves > 0) {
+    refusals.held = heldByHostAllocator();
+  }
+  return refusals;
+}
+
+void selectPinDevice(c10::DeviceIndex index) {
+  wantedDevice = -1;
+  const auto accelerator = at::getAccelerator(/*checked=*/false);
+  if (index < 0 || !accelerator.has_value()) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(*accelerator);
+  TORCH_CHECK(
+      index < guard.deviceCount(),
+      "cannot select device ",
+      static_cast<int>(index),
+      ": there are ",
+      static_cast<int>(guard.deviceCount()),
+      " devices of type ",
+      *accelerator);
+  bool started = true;
+  try {
+    started = at::globalContext()
+                  .getAcceleratorHooksInterface(*accelerator)
+                  .hasPrimaryContext(index);
+  } catch (const std::exception&) {
+    // A backend that cannot tell gets the plain call.
+  }
+  const c10::Device device(*accelerator, index);
+  if (guard.getDevice() == device) {
+    return;
+  }
+  if (started) {
+    guard.setDevice(device);
+    return;
+  }
+  // CUDA only notes the choice then; others select at once.
+  guard.uncheckedSetDevice(device);
+  wantedDevice = index;
+}
+
+} // namespace at::pin

@@ -1,0 +1,83 @@
+#pragma once
+
+// Pins all tensors of one batch in one go.
+//
+// The caller collects the leaves, calls pinLeaves() once without the GIL, and
+// rebuilds the batch around what came out. No Python in here, no lock, and no
+// lazily made static object: a process may be forked at any moment of it.
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace at::pin {
+
+enum class Outcome : uint8_t {
+  Unvisited,
+  Pinned, // `pinned` holds the copy
+  AsItIs, // pinned already, or of no concern
+  Refused, // the accelerator would not; the source is what is delivered
+};
+
+struct Leaf {
+  at::Tensor source;
+  at::Tensor pinned;
+  Outcome outcome = Outcome::Unvisited;
+};
+
+// What went wrong for the leaves that were refused, taken together.
+struct Refusals {
+  size_t leaves = 0;
+  size_t bytes = 0;
+  // Of the first refusal: bytes asked for, and what the accelerator said.
+  size_t asked = 0;
+  std::string reason;
+  // Bytes that the host allocator holds, where it can be asked.
+  std::optional<size_t> held;
+};
+
+// How pinLeaves() has to treat a tensor.
+enum class Treatment : uint8_t {
+  // Memory in a storage on the CPU, which can be copied as bytes.
+  Bytes,
+  // Nothing to pin: another device, or no data at all (meta).
+  Pass,
+  // Only its own operators know: sparse, subclasses with a dispatch of their
+  // own, opaque layouts, tensors with a history of gradients.
+  Special,
+};
+
+Treatment treatmentOf(const at::Tensor& tensor);
+
+// Gives every leaf an outcome. All leaves must be Treatment::Bytes.
+//
+// Tensors keep sizes, strides, dtype, conjugate and negative bits, names,
+// quantizer and requires_grad. Leaves that share a storage share one pinned
+// storage, which holds what they cover and nothing else of the source.
+//
+// Sources that were copied are moved to `retired`: whoever drops that, without
+// the GIL, is the one who unmaps them.
+//
+// Never throws for a leaf that cannot be pinned; what the initialisation of
+// the accelerator throws comes through.
+Refusals pinLeaves(
+    std::vector<Leaf>& leaves,
+    std::vector<c10::Storage>& retired);
+
+// Empties the cache of the current accelerator's host allocator, where it has
+// one that can be told to.
+void emptyHostCache();
+
+// Makes `index` the calling thread's device of the current accelerator, without
+// starting a device that was not started: where no device has a context yet,
+// the choice takes effect with the first pinned byte. Nothing to do for a
+// negative index or without an accelerator.
+void selectPinDevice(c10::DeviceIndex index);
+
+} // namespace at::pin
