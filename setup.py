@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from typing import ClassVar
 
 ROOT = pathlib.Path(__file__).resolve().parent
 
@@ -135,7 +136,7 @@ class EditableWheel(editable_wheel):
 class Clean(Command):
     """Removes everything that was built."""
 
-    user_options: list = []
+    user_options: ClassVar[list] = []
 
     def initialize_options(self) -> None:
         pass
@@ -157,7 +158,7 @@ setup(
     install_requires=[f"torch=={base.version.partition('+')[0]}"],
     package_dir={"torchpin": "tools/overlay"},
     packages=packages,
-    package_data={"torchpin": ["py.typed"]},
+    package_data={"torchpin": ["py.typed", "*.pyi"]},
     ext_modules=[Extension("torchpin._C", sources=[])],
     options={"build": {"build_base": f"{BUILD}/python"}},
     cmdclass={
