@@ -1,0 +1,1045 @@
+// Tests of the host block cache and of what it is made of, without PyTorch.
+// Each case is a name on the command line; test/test_host_memory_cpp.py builds
+// this file (plain, and with ThreadSanitizer) and runs the cases. Exit status 0
+// is a pass.
+
+#include <ATen/core/HostBlockCache.h>
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+
+namespace {
+
+namespace size_class = c10::size_class;
+
+constexpr size_t kKiB = 1024;
+constexpr size_t kMiB = 1024 * kKiB;
+
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::fflush(stderr);                                                 \
+      _exit(1);                                                            \
+    }                                                                      \
+  } while (0)
+
+// An accelerator whose events fire when the test says so. Memory is real, so
+// that a block handed out twice is seen as overwritten bytes.
+class FakeDevice {
+ public:
+  using Stream = int;
+
+  struct Event {
+    std::shared_ptr<std::atomic<bool>> fired;
+  };
+
+  struct State {
+    std::mutex mutex;
+    std::map<char*, size_t> locked; // what the cache has from us now
+    size_t locked_bytes = 0;
+    size_t peak_bytes = 0;
+    size_t refuse_above = SIZE_MAX; // locked bytes at which we say no
+    int64_t allocs = 0;
+    int64_t frees = 0;
+    int64_t queries = 0;
+    int node = 0;
+    bool careless = false; // every event is said to have fired
+    pid_t process = getpid();
+    std::vector<std::pair<int, std::shared_ptr<std::atomic<bool>>>> events;
+    // Run inside the functions of the runtime, without our mutex.
+    std::function<void()> on_allocate;
+    std::function<void()> on_free;
+    std::function<void()> on_record;
+    std::function<void*(size_t)> map_memory;
+  };
+
+  std::shared_ptr<State> state = std::make_shared<State>();
+
+  void* allocate_host_memory(size_t bytes) {
+    CHECK(bytes % 4096 == 0);
+    if (state->on_allocate) {
+      state->on_allocate();
+    }
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      if (state->locked_bytes + bytes > state->refuse_above) {
+        return nullptr;
+      }
+      state->locked_bytes += bytes;
+      state->peak_bytes = std::max(state->peak_bytes, state->locked_bytes);
+      ++state->allocs;
+    }
+    void* ptr = state->map_memory ? state->map_memory(bytes)
+                                  : mmap(
+                                        nullptr,
+                                        bytes,
+                                        PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS,
+                                        -1,
+                                        0);
+    CHECK(ptr != MAP_FAILED);
+    std::lock_guard<std::mutex> lock(state->mutex);
+    CHECK(state->locked.emplace(static_cast<char*>(ptr), bytes).second);
+    return ptr;
+  }
+
+  void free_host_memory(void* ptr, size_t bytes) {
+    if (state->on_free) {
+      state->on_free();
+    }
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      CHECK(state->process == getpid());
+      auto found = state->locked.find(static_cast<char*>(ptr));
+      CHECK(found != state->locked.end() && found->second == bytes);
+      state->locked.erase(found);
+      state->locked_bytes -= bytes;
+      ++state->frees;
+    }
+    CHECK(munmap(ptr, bytes) == 0);
+  }
+
+  Event record_event(int stream) {
+    if (state->on_record) {
+      state->on_record();
+    }
+    Event event{std::make_shared<std::atomic<bool>>(false)};
+    std::lock_guard<std::mutex> lock(state->mutex);
+    state->events.emplace_back(stream, event.fired);
+    return event;
+  }
+
+  bool query_event(Event& event) {
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      ++state->queries;
+    }
+    return state->careless || event.fired->load(std::memory_order_acquire);
+  }
+
+  int numa_node() {
+    return state->node;
+  }
+};
+
+using Cache = at::pin::HostBlockCache<FakeDevice, int>;
+
+struct Fixture {
+  FakeDevice device;
+  FakeDevice::State& state = *device.state;
+  Cache cache;
+
+  explicit Fixture(at::pin::HostCacheLimits limits = {})
+      : cache(device, limits) {}
+
+  void fire(int stream) {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    for (auto& [of, fired] : state.events) {
+      if (of == stream) {
+        fired->store(true, std::memory_order_release);
+      }
+    }
+  }
+};
+
+// ---- sizes and addresses
+
+void size_classes() {
+  size_t previous = 0;
+  for (unsigned i = 0; i < size_class::kCount; ++i) {
+    const size_t size = size_class::size(i);
+    CHECK(size > previous);
+    CHECK(size % 64 == 0);
+    CHECK(size <= 32 * kKiB || size % 4096 == 0);
+    // The last request that fits, the first one that does, and one more.
+    CHECK(size_class::index(size) == i);
+    CHECK(size_class::index(previous + 1) == i);
+    const size_t worst = size - (previous + 1);
+    CHECK(size <= 512 ? worst < 64 : worst * 8 <= previous + 1);
+    previous = size;
+  }
+  CHECK(previous == size_class::kLargest);
+}
+
+void page_map() {
+  c10::PageMap<int> map;
+  int a = 0;
+  int b = 0;
+  const auto at = [](size_t address) {
+    return reinterpret_cast<void*>(address);
+  };
+  CHECK(map.find(nullptr) == nullptr);
+  CHECK(map.find(at(SIZE_MAX)) == nullptr);
+  // Over the border of a leaf (16 MiB) and of a middle table (64 GiB).
+  const size_t border = size_t{64} << 30;
+  map.insert(at(border - 8192), 16384, &a);
+  map.insert(at(border + 8192), 4096, &b);
+  CHECK(map.find(at(border - 8193)) == nullptr);
+  CHECK(map.find(at(border - 8192)) == &a);
+  CHECK(map.find(at(border)) == &a);
+  CHECK(map.find(at(border + 8191)) == &a);
+  CHECK(map.find(at(border + 8192)) == &b);
+  CHECK(map.find(at(border + 12288)) == nullptr);
+  map.erase(at(border - 8192), 16384);
+  CHECK(map.find(at(border)) == nullptr);
+  CHECK(map.find(at(border + 8192)) == &b);
+  map.abandon();
+  CHECK(map.find(at(border + 8192)) == nullptr);
+  CHECK(map.was_abandoned(at(border), 8193));
+  CHECK(!map.was_abandoned(at(border), 8192));
+  map.insert(at(border), 4096, &a);
+  map.abandon();
+  CHECK(map.was_abandoned(at(border), 1));
+  CHECK(map.was_abandoned(at(border + 8192), 1));
+  CHECK(!c10::PageMap<int>::fits(at(4096 + 64), 4096));
+  CHECK(!c10::PageMap<int>::fits(nullptr, 4096));
+  CHECK(!c10::PageMap<int>::fits(at(size_t{1} << 48), 4096));
+  CHECK(c10::PageMap<int>::fits(at((size_t{1} << 48) - 4096), 4096));
+}
+
+// ---- what a request gets
+
+void never_smaller_than_asked() {
+  Fixture f;
+  std::mt19937_64 random(7);
+  struct Live {
+    unsigned char* ptr;
+    size_t bytes;
+    unsigned char key;
+  };
+  std::vector<Live> live;
+  size_t live_bytes = 0;
+  for (int i = 0; i < 3000; ++i) {
+    while (live.size() > 24 || live_bytes > 300 * kMiB) {
+      const size_t victim = random() % live.size();
+      const Live block = live[victim];
+      // Whoever got a piece of it has written there.
+      for (size_t at : {size_t{0}, block.bytes / 2, block.bytes - 1}) {
+        CHECK(block.ptr[at] == block.key);
+      }
+      if (block.bytes < 64 * kKiB) {
+        for (size_t at = 0; at < block.bytes; ++at) {
+          CHECK(block.ptr[at] == block.key);
+        }
+      }
+      f.cache.free(block.ptr);
+      live_bytes -= block.bytes;
+      live[victim] = live.back();
+      live.pop_back();
+    }
+    // Bytes, kilobytes, megabytes, and around the exact threshold.
+    const size_t ranges[] = {600, 40 * kKiB, 4 * kMiB, 48 * kMiB};
+    const size_t bytes = 1 + random() % ranges[random() % 4];
+    auto* ptr = static_cast<unsigned char*>(f.cache.allocate(bytes));
+    CHECK(reinterpret_cast<uintptr_t>(ptr) % 64 == 0);
+    CHECK(bytes < 32 * kKiB || reinterpret_cast<uintptr_t>(ptr) % 4096 == 0);
+    CHECK(f.cache.owns(ptr) && f.cache.owns(ptr + bytes - 1));
+    const auto key = static_cast<unsigned char>(i);
+    if (bytes < 64 * kKiB) {
+      std::memset(ptr, key, bytes);
+    }
+    ptr[0] = ptr[bytes / 2] = ptr[bytes - 1] = key;
+    live.push_back({ptr, bytes, key});
+    live_bytes += bytes;
+  }
+  const auto stats = f.cache.stats();
+  CHECK(stats.active_requests.current == static_cast<int64_t>(live.size()));
+  CHECK(stats.requested_bytes.current == static_cast<int64_t>(live_bytes));
+}
+
+void waste_of_one_block() {
+  std::mt19937_64 random(8);
+  for (int i = 0; i < 2000; ++i) {
+    Fixture f;
+    const size_t bytes = 32 * kKiB + random() % (80 * kMiB);
+    f.cache.allocate(bytes);
+    const size_t over = f.state.locked_bytes - bytes;
+    CHECK(over * 8 <= bytes);
+    CHECK(bytes <= Cache::kExactAbove || over < 4096);
+    // The block is leaked with its fixture: nothing wrote to it.
+  }
+}
+
+void large_blocks_are_exact_and_reused_when_they_fit() {
+  Fixture f;
+  void* first = f.cache.allocate(40 * kMiB + 1);
+  CHECK(f.state.locked_bytes == 40 * kMiB + 4096);
+  void* other = f.cache.allocate(50 * kMiB);
+  f.cache.free(first);
+  // One page more, in the same bin: the free block must not be taken.
+  void* larger = f.cache.allocate(40 * kMiB + 4097);
+  CHECK(larger != first);
+  f.cache.free(other);
+  f.cache.free(larger);
+  // At most 1/8 smaller takes it, and nothing that is smaller still.
+  CHECK(f.cache.allocate(36 * kMiB) == larger);
+  f.cache.free(larger);
+  const auto locks = f.state.allocs;
+  void* small = f.cache.allocate(35 * kMiB);
+  CHECK(f.state.allocs == locks + 1);
+  f.cache.free(small);
+}
+
+void zero_and_impossible() {
+  Fixture f;
+  CHECK(f.cache.allocate(0) == nullptr);
+  f.cache.free(nullptr);
+  for (size_t bytes : {SIZE_MAX, SIZE_MAX - 4095, size_t{1} << 47}) {
+    bool thrown = false;
+    try {
+      f.cache.allocate(bytes);
+    } catch (const at::pin::HostOutOfMemory& error) {
+      thrown = error.asked == bytes;
+    }
+    CHECK(thrown);
+  }
+  CHECK(f.state.allocs == 0);
+}
+
+void small_blocks_share_pages() {
+  Fixture f;
+  std::vector<void*> blocks;
+  for (int i = 0; i < 64; ++i) {
+    blocks.push_back(f.cache.allocate(64));
+  }
+  CHECK(f.state.locked_bytes == 4096);
+  CHECK(std::set<void*>(blocks.begin(), blocks.end()).size() == 64);
+  for (int i = 0; i < 10000; ++i) {
+    blocks.push_back(f.cache.allocate(1000));
+  }
+  // One slab may be partly used, the rest is at most 1/8 over.
+  CHECK(f.state.locked_bytes <= (64 * 64 + 10000 * 1000) * 9 / 8 + 64 * kKiB);
+  CHECK(f.state.allocs < 200);
+  for (void* block : blocks) {
+    f.cache.free(block);
+  }
+  f.cache.empty_cache();
+  CHECK(f.state.locked_bytes == 0);
+  CHECK(f.state.allocs == f.state.frees);
+}
+
+// Partly used slabs are filled before others are touched, so that those become
+// free as a whole.
+void slabs_drain() {
+  Fixture f;
+  std::deque<void*> live;
+  for (int i = 0; i < 2048; ++i) {
+    live.push_back(f.cache.allocate(1024));
+  }
+  // Down to 256 blocks, in the order they came, with traffic.
+  for (int i = 0; i < 4000; ++i) {
+    f.cache.free(live.front());
+    live.pop_front();
+    if (live.size() < 256 || i % 3 == 0) {
+      live.push_back(f.cache.allocate(1024));
+    }
+  }
+  f.cache.trim(0);
+  CHECK(f.state.locked_bytes <= live.size() * 1024 * 9 / 8 + 64 * kKiB);
+  for (void* block : live) {
+    f.cache.free(block);
+  }
+}
+
+// 400 random sizes up to 4 MiB, 16 of them live at a time.
+void waste_of_random_sizes() {
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    Fixture f;
+    std::mt19937_64 random(seed);
+    std::deque<std::pair<void*, size_t>> live;
+    size_t live_bytes = 0;
+    size_t peak_live = 0;
+    for (int i = 0; i < 400; ++i) {
+      if (live.size() == 16) {
+        f.cache.free(live.front().first);
+        live_bytes -= live.front().second;
+        live.pop_front();
+      }
+      const size_t bytes = 1 + random() % (4 * kMiB);
+      live.emplace_back(f.cache.allocate(bytes), bytes);
+      live_bytes += bytes;
+      peak_live = std::max(peak_live, live_bytes);
+    }
+    const double peak = static_cast<double>(f.state.peak_bytes) /
+                        static_cast<double>(peak_live);
+    f.cache.empty_cache();
+    const double now = static_cast<double>(f.state.locked_bytes) /
+                       static_cast<double>(live_bytes);
+    std::printf("seed %u: peak %.3f, in use %.3f\n", seed, peak, now);
+    CHECK(peak <= 1.13);
+    CHECK(now <= 1.13);
+    for (auto& block : live) {
+      f.cache.free(block.first);
+    }
+    f.cache.empty_cache();
+    CHECK(f.state.locked_bytes == 0);
+  }
+}
+
+// A program that needs sizes alternately ends up with all of them cached.
+void alternating_sizes_settle() {
+  Fixture f;
+  int64_t after_half = 0;
+  for (int i = 0; i < 4000; ++i) {
+    if (i == 2000) {
+      after_half = f.state.allocs;
+    }
+    void* block = f.cache.allocate((3 + 2 * (i % 4)) * kMiB);
+    f.cache.free(block);
+  }
+  CHECK(after_half < 2000);
+  CHECK(f.state.allocs == after_half);
+  CHECK(f.state.locked_bytes <= (3 + 5 + 7 + 9) * kMiB * 9 / 8);
+}
+
+// ---- events
+
+void reuse_waits_for_every_event() {
+  Fixture f;
+  void* block = f.cache.allocate(kMiB);
+  CHECK(f.cache.record(block, 1));
+  CHECK(f.cache.record(block, 2));
+  CHECK(f.cache.record(block, 2));
+  f.cache.free(block);
+  CHECK(f.state.events.size() == 2);
+  void* other = f.cache.allocate(kMiB);
+  CHECK(other != block);
+  f.fire(1);
+  void* third = f.cache.allocate(kMiB);
+  CHECK(third != block);
+  CHECK(f.cache.stats().active_requests.current == 3);
+  f.fire(2);
+  CHECK(f.cache.stats().active_requests.current == 2);
+  CHECK(f.cache.allocate(kMiB) == block);
+  // Its streams were forgotten with the use that named them.
+  f.cache.free(block);
+  CHECK(f.state.events.size() == 2);
+  CHECK(f.cache.allocate(kMiB) == block);
+}
+
+void slow_event_blocks_no_other() {
+  for (int slow = 0; slow < 8; ++slow) {
+    Fixture f;
+    std::vector<void*> blocks;
+    for (int i = 0; i < 8; ++i) {
+      blocks.push_back(f.cache.allocate(kMiB + i % 2 * kMiB));
+      f.cache.record(blocks.back(), i);
+    }
+    for (void* block : blocks) {
+      f.cache.free(block);
+    }
+    for (int i = 0; i < 8; ++i) {
+      if (i != slow) {
+        f.fire(i);
+      }
+    }
+    // All the others come back, without page-locking anything.
+    const auto locks = f.state.allocs;
+    std::set<void*> again;
+    for (int i = 0; i < 8; ++i) {
+      if (i != slow) {
+        again.insert(f.cache.allocate(kMiB + i % 2 * kMiB));
+      }
+    }
+    CHECK(f.state.allocs == locks);
+    CHECK(again.size() == 7 && again.count(blocks[slow]) == 0);
+  }
+}
+
+void a_hit_asks_no_event() {
+  Fixture f;
+  for (int i = 0; i < 100; ++i) {
+    void* block = f.cache.allocate(kMiB);
+    f.cache.record(block, i);
+    f.cache.free(block);
+  }
+  void* block = f.cache.allocate(2 * kMiB);
+  f.cache.free(block);
+  const auto queries = f.state.queries;
+  for (int i = 0; i < 100; ++i) {
+    f.cache.free(f.cache.allocate(2 * kMiB));
+  }
+  CHECK(f.state.queries == queries);
+}
+
+void record_by_any_address() {
+  Fixture f;
+  for (size_t bytes : {size_t{64}, size_t{5000}, kMiB, 40 * kMiB}) {
+    for (size_t at : {size_t{0}, size_t{1}, bytes / 2, bytes - 1}) {
+      auto* block = static_cast<char*>(f.cache.allocate(bytes));
+      auto* neighbour = static_cast<char*>(f.cache.allocate(bytes));
+      const size_t events = f.state.events.size();
+      CHECK(f.cache.record(block + at, 5));
+      f.cache.free(neighbour);
+      CHECK(f.state.events.size() == events);
+      f.cache.free(block);
+      CHECK(f.state.events.size() == events + 1);
+      // Given back: no use can be recorded any more.
+      CHECK(!f.cache.record(block + at, 6));
+    }
+  }
+  int local = 0;
+  CHECK(!f.cache.record(&local, 1));
+  CHECK(!f.cache.record(nullptr, 1));
+  CHECK(!f.cache.owns(&local));
+}
+
+void event_that_cannot_be_made() {
+  Fixture f;
+  void* block = f.cache.allocate(kMiB);
+  f.cache.record(block, 1);
+  f.state.on_record = [] { throw std::runtime_error("driver shut down"); };
+  f.cache.free(block);
+  f.state.on_record = nullptr;
+  f.fire(1);
+  CHECK(f.cache.stats().num_lost_blocks == 1);
+  CHECK(f.cache.allocate(kMiB) != block);
+  f.cache.empty_cache();
+  CHECK(f.cache.owns(block));
+}
+
+// ---- limits and refusals
+
+void cap_on_locked_bytes() {
+  Fixture f({10 * kMiB});
+  std::vector<void*> blocks;
+  for (int i = 0; i < 10; ++i) {
+    blocks.push_back(f.cache.allocate(kMiB));
+  }
+  bool thrown = false;
+  try {
+    f.cache.allocate(kMiB);
+  } catch (const at::pin::HostOutOfMemory& error) {
+    thrown = true;
+    CHECK(error.asked == kMiB && error.held == 10 * kMiB);
+    CHECK(error.cap == 10 * kMiB);
+    const std::string text = error.what();
+    for (const char* part :
+         {"1048576 bytes", "10485760 bytes (10.0 MiB)", "ulimit -l"}) {
+      CHECK(text.find(part) != std::string::npos);
+    }
+  }
+  CHECK(thrown);
+  // Idle memory of another size makes room, as little as is needed.
+  for (int i = 0; i < 4; ++i) {
+    f.cache.free(blocks[i]);
+  }
+  void* larger = f.cache.allocate(2 * kMiB);
+  CHECK(f.state.frees == 2 && f.state.locked_bytes == 10 * kMiB);
+  f.cache.free(larger);
+  // A lower cap holds for what is idle at once, for the rest when it is freed.
+  f.cache.set_limits({4 * kMiB});
+  CHECK(f.state.locked_bytes == 6 * kMiB);
+  for (int i = 4; i < 10; ++i) {
+    f.cache.free(blocks[i]);
+  }
+  void* one = f.cache.allocate(3 * kMiB);
+  CHECK(f.state.locked_bytes <= 4 * kMiB);
+  f.cache.free(one);
+  CHECK(f.state.peak_bytes == 10 * kMiB);
+  CHECK(f.cache.stats().num_ooms == 1);
+}
+
+void cap_on_cached_bytes() {
+  Fixture f({SIZE_MAX, 3 * kMiB});
+  std::vector<void*> blocks;
+  for (int i = 0; i < 10; ++i) {
+    blocks.push_back(f.cache.allocate(kMiB));
+  }
+  for (void* block : blocks) {
+    f.cache.free(block);
+  }
+  // free() unlocks nothing itself.
+  CHECK(f.state.frees == 0);
+  void* block = f.cache.allocate(kMiB);
+  CHECK(f.state.locked_bytes == 4 * kMiB);
+  f.cache.free(block);
+  f.cache.trim(kMiB);
+  CHECK(f.state.locked_bytes == kMiB);
+  f.cache.set_limits({SIZE_MAX, 0});
+  CHECK(f.state.locked_bytes == 0);
+}
+
+void refusal_empties_the_cache_and_retries_once() {
+  Fixture f;
+  f.state.refuse_above = 8 * kMiB;
+  void* keep = f.cache.allocate(2 * kMiB);
+  void* pending = f.cache.allocate(2 * kMiB);
+  f.cache.record(pending, 1);
+  std::vector<void*> blocks;
+  for (int i = 0; i < 4; ++i) {
+    blocks.push_back(f.cache.allocate(kMiB));
+  }
+  f.cache.free(pending);
+  for (void* block : blocks) {
+    f.cache.free(block);
+  }
+  f.fire(1);
+  int calls = 0;
+  f.state.on_allocate = [&] { ++calls; };
+  void* large = f.cache.allocate(6 * kMiB);
+  CHECK(calls <= 2);
+  CHECK(f.state.locked_bytes == 8 * kMiB);
+  calls = 0;
+  bool thrown = false;
+  try {
+    f.cache.allocate(kMiB);
+  } catch (const at::pin::HostOutOfMemory& error) {
+    thrown = true;
+    CHECK(error.held == 8 * kMiB);
+  }
+  CHECK(thrown && calls == 2);
+  f.state.on_allocate = [] { throw std::bad_alloc(); };
+  thrown = false;
+  try {
+    f.cache.allocate(kMiB);
+  } catch (const at::pin::HostOutOfMemory&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+  // Anything else is not a refusal.
+  f.state.on_allocate = [] { throw std::logic_error("no device"); };
+  thrown = false;
+  try {
+    f.cache.allocate(kMiB);
+  } catch (const std::logic_error&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+  f.state.on_allocate = nullptr;
+  f.cache.free(large);
+  f.cache.free(f.cache.allocate(kMiB));
+  f.cache.free(keep);
+  f.cache.empty_cache();
+  CHECK(f.state.locked_bytes == 0);
+  const auto stats = f.cache.stats();
+  CHECK(stats.allocated_bytes.current == 0 && stats.num_ooms == 2);
+}
+
+void memory_off_a_page_boundary_is_refused() {
+  Fixture f;
+  std::vector<char> store(kMiB * 4);
+  f.state.map_memory = [&](size_t) { return store.data() + 64 + 1; };
+  FakeDevice device = f.device;
+  bool thrown = false;
+  // munmap in the fake would fail; the cache must give back what it got.
+  f.state.on_free = [] { throw std::runtime_error("given back"); };
+  try {
+    f.cache.allocate(kMiB);
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+  CHECK(f.cache.stats().allocated_bytes.current == 0);
+}
+
+void nodes_are_kept_apart() {
+  Fixture f;
+  f.state.node = 1;
+  void* on_one = f.cache.allocate(kMiB);
+  f.state.node = 3;
+  void* on_three = f.cache.allocate(kMiB);
+  f.cache.free(on_one);
+  f.cache.free(on_three);
+  f.state.node = 1;
+  CHECK(f.cache.allocate(kMiB) == on_one);
+  // A number that is no node counts as 0, of which there is nothing yet.
+  f.state.node = -1;
+  const auto locks = f.state.allocs;
+  CHECK(f.cache.allocate(kMiB) != nullptr);
+  CHECK(f.state.allocs == locks + 1);
+}
+
+void statistics_add_up() {
+  Fixture f;
+  std::mt19937_64 random(3);
+  std::deque<void*> live;
+  for (int i = 0; i < 2000; ++i) {
+    if (live.size() > 20) {
+      f.cache.free(live.front());
+      live.pop_front();
+    }
+    live.push_back(f.cache.allocate(1 + random() % kMiB));
+  }
+  auto stats = f.cache.stats();
+  for (const at::pin::HostStat& stat :
+       {stats.allocations,
+        stats.allocated_bytes,
+        stats.active_requests,
+        stats.active_bytes,
+        stats.requested_bytes}) {
+    CHECK(stat.current == stat.allocated - stat.freed);
+    CHECK(stat.peak >= stat.current && stat.current >= 0);
+  }
+  CHECK(stats.allocated_bytes.current == int64_t(f.state.locked_bytes));
+  CHECK(stats.allocated_bytes.peak == int64_t(f.state.peak_bytes));
+  CHECK(stats.allocations.current == int64_t(f.state.locked.size()));
+  CHECK(stats.active_requests.current == int64_t(live.size()));
+  CHECK(stats.num_host_alloc == f.state.allocs);
+  CHECK(stats.num_host_free == f.state.frees);
+  CHECK(stats.host_alloc_time.count == f.state.allocs);
+  CHECK(stats.host_free_time.count == f.state.frees);
+  CHECK(stats.requested_bytes.current <= stats.active_bytes.current);
+  CHECK(stats.active_bytes.current <= stats.allocated_bytes.current);
+  f.cache.reset_peak_stats();
+  f.cache.reset_accumulated_stats();
+  stats = f.cache.stats();
+  CHECK(stats.allocated_bytes.peak == stats.allocated_bytes.current);
+  CHECK(stats.allocated_bytes.allocated == 0 && stats.num_host_alloc == 0);
+  CHECK(stats.host_alloc_time.total == 0 && stats.host_alloc_time.max == 0);
+  std::map<std::string, int64_t> seen;
+  at::pin::visit_host_stats(
+      stats,
+      [](void* to, const char* key, int64_t value) {
+        (*static_cast<std::map<std::string, int64_t>*>(to))[key] = value;
+      },
+      &seen);
+  CHECK(seen.at("allocated_bytes.current") == int64_t(f.state.locked_bytes));
+  CHECK(seen.size() == 5 * 4 + 2 * 5 + 5);
+}
+
+// A runtime that comes back to the cache, as one that runs a garbage collector
+// may.
+void runtime_may_come_back() {
+  Fixture f;
+  std::vector<void*> garbage;
+  for (int i = 0; i < 30; ++i) {
+    garbage.push_back(f.cache.allocate(64 * kKiB));
+    f.cache.record(garbage.back(), i % 3);
+  }
+  const auto collect = [&] {
+    if (!garbage.empty()) {
+      void* block = garbage.back();
+      garbage.pop_back();
+      f.cache.free(block);
+      f.cache.stats();
+    }
+  };
+  f.state.on_allocate = f.state.on_free = collect;
+  f.cache.empty_cache();
+  for (int i = 0; i < 20; ++i) {
+    f.fire(i % 3);
+    f.cache.free(f.cache.allocate((i + 1) * kMiB));
+    f.cache.trim(2 * kMiB);
+  }
+  CHECK(garbage.empty());
+  f.state.on_allocate = f.state.on_free = nullptr;
+}
+
+// ---- fork
+
+int exit_status(pid_t child) {
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 256 + WTERMSIG(status);
+}
+
+void forked_child_starts_empty() {
+  Fixture f;
+  void* live = f.cache.allocate(kMiB);
+  void* used = f.cache.allocate(kMiB);
+  f.cache.record(used, 1);
+  void* pending = f.cache.allocate(2 * kMiB);
+  f.cache.record(pending, 2);
+  f.cache.free(pending);
+  void* idle = f.cache.allocate(3 * kMiB);
+  f.cache.free(idle);
+  const auto locked = f.state.locked_bytes;
+  const pid_t child = fork();
+  if (child == 0) {
+    // The fake checks that nothing of the parent is given back.
+    CHECK(!f.cache.owns(live) && !f.cache.record(live, 1));
+    f.cache.free(live);
+    f.cache.free(used);
+    CHECK(f.state.events.size() == 1); // none was made for `used`
+    f.cache.empty_cache();
+    CHECK(f.state.frees == 0 && f.state.locked_bytes == locked);
+    CHECK(f.cache.stats().allocated_bytes.current == 0);
+    f.state.process = getpid();
+    void* own = f.cache.allocate(3 * kMiB);
+    CHECK(own != idle && f.cache.owns(own));
+    f.cache.record(own, 7);
+    f.cache.free(own);
+    f.fire(7);
+    CHECK(f.cache.allocate(3 * kMiB) == own);
+    f.cache.free(own);
+    f.cache.empty_cache();
+    CHECK(f.state.locked_bytes == locked);
+    // And a grandchild.
+    const pid_t grandchild = fork();
+    if (grandchild == 0) {
+      f.cache.free(live);
+      CHECK(f.cache.allocate(kMiB) != nullptr);
+      _exit(0);
+    }
+    _exit(exit_status(grandchild));
+  }
+  CHECK(exit_status(child) == 0);
+  // Nothing happened to the parent.
+  CHECK(f.cache.owns(live) && f.cache.stats().active_requests.current == 3);
+  f.fire(2);
+  CHECK(f.cache.allocate(2 * kMiB) == pending);
+  CHECK(f.cache.allocate(3 * kMiB) == idle);
+}
+
+// Memory that children do not inherit leaves a hole, where a child's own
+// memory may come to lie.
+void forked_child_does_not_mix_up_addresses() {
+  Fixture f;
+  void* live = f.cache.allocate(4 * kMiB);
+  CHECK(madvise(live, 4 * kMiB, MADV_DONTFORK) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    f.state.process = getpid();
+    f.state.locked.clear();
+    int calls = 0;
+    f.state.map_memory = [&](size_t bytes) {
+      ++calls;
+      return mmap(
+          calls == 1 ? static_cast<char*>(live) + kMiB : nullptr,
+          bytes,
+          PROT_READ | PROT_WRITE,
+          MAP_PRIVATE | MAP_ANONYMOUS | (calls == 1 ? MAP_FIXED : 0),
+          -1,
+          0);
+    };
+    void* own = f.cache.allocate(2 * kMiB);
+    CHECK(calls == 2);
+    f.cache.free(live);
+    CHECK(f.cache.record(own, 1));
+    _exit(0);
+  }
+  CHECK(exit_status(child) == 0);
+}
+
+// Forks while other threads are inside the cache: no child may find a lock
+// held or a list half-linked.
+void fork_while_threads_work() {
+  Fixture f;
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      std::deque<void*> live;
+      while (!stop.load()) {
+        live.push_back(f.cache.allocate(1 + random() % (256 * kKiB)));
+        f.cache.record(live.back(), t);
+        if (live.size() > 8) {
+          f.cache.free(live.front());
+          live.pop_front();
+        }
+        if (random() % 64 == 0) {
+          f.fire(t);
+          f.cache.trim(kMiB);
+        }
+      }
+      for (void* block : live) {
+        f.cache.free(block);
+      }
+    });
+  }
+  for (int i = 0; i < 60; ++i) {
+    void* parents = f.cache.allocate(100 * kKiB);
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20); // a held lock must not hang the test
+      f.cache.free(parents);
+      for (int k = 0; k < 20; ++k) {
+        // Not through the fake: its own mutex may have been held.
+        CHECK(!f.cache.owns(parents));
+        CHECK(!f.cache.record(parents, 1));
+      }
+      CHECK(f.cache.limits().locked == SIZE_MAX);
+      _exit(0);
+    }
+    CHECK(exit_status(child) == 0);
+    f.cache.free(parents);
+  }
+  stop = true;
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+// ---- threads
+
+// Threads write a block, start "copies" that read it later, and free it at
+// once. A copy that finds other bytes than were written says that the block was
+// handed out too early.
+void threads_and_copies(bool careless) {
+  Fixture f({96 * kMiB, 24 * kMiB});
+  f.state.careless = careless;
+  struct Copy {
+    const unsigned char* ptr;
+    size_t bytes;
+    unsigned char key;
+    int stream;
+  };
+  std::mutex mutex;
+  std::vector<Copy> copies[4];
+  std::atomic<bool> stop{false};
+  std::atomic<int64_t> checked{0};
+  // One engine for each stream; events fire after the copies before them.
+  std::vector<std::thread> engines;
+  for (int stream = 0; stream < 4; ++stream) {
+    engines.emplace_back([&, stream] {
+      for (bool last = false; !last;) {
+        last = stop.load();
+        std::this_thread::sleep_for(std::chrono::microseconds(200 << stream));
+        std::vector<Copy> batch;
+        std::vector<std::shared_ptr<std::atomic<bool>>> fired;
+        {
+          // Events first: one made before this point follows copies that are
+          // in the batch or were done already.
+          std::lock_guard<std::mutex> lock(f.state.mutex);
+          auto& events = f.state.events;
+          for (size_t i = 0; i < events.size();) {
+            if (events[i].first == stream) {
+              fired.push_back(events[i].second);
+              events[i] = events.back();
+              events.pop_back();
+            } else {
+              ++i;
+            }
+          }
+        }
+        {
+          std::lock_guard<std::mutex> lock(mutex);
+          batch.swap(copies[stream]);
+        }
+        for (const Copy& copy : batch) {
+          for (size_t at = 0; at < copy.bytes; at += 509) {
+            CHECK(copy.ptr[at] == copy.key);
+          }
+          ++checked;
+        }
+        for (auto& event : fired) {
+          event->store(true, std::memory_order_release);
+        }
+      }
+    });
+  }
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      for (int i = 0; i < 3000; ++i) {
+        const size_t bytes = 1 + random() % (i % 50 ? 20 * kKiB : 2 * kMiB);
+        unsigned char* ptr = nullptr;
+        try {
+          ptr = static_cast<unsigned char*>(f.cache.allocate(bytes));
+        } catch (const at::pin::HostOutOfMemory&) {
+          std::this_thread::yield();
+          continue;
+        }
+        const auto key = static_cast<unsigned char>(random());
+        std::memset(ptr, key, bytes);
+        for (unsigned n = random() % 3; n > 0; --n) {
+          const int stream = static_cast<int>(random() % 4);
+          {
+            std::lock_guard<std::mutex> lock(mutex);
+            copies[stream].push_back({ptr, bytes, key, stream});
+          }
+          CHECK(f.cache.record(ptr + bytes / 2, stream));
+        }
+        CHECK(f.cache.owns(ptr));
+        f.cache.free(ptr);
+        if (random() % 500 == 0) {
+          f.cache.empty_cache();
+        }
+        if (random() % 500 == 1) {
+          f.cache.stats();
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  stop = true;
+  for (auto& engine : engines) {
+    engine.join();
+  }
+  CHECK(checked.load() > 1000);
+  f.cache.empty_cache();
+  CHECK(f.state.locked_bytes == 0);
+  CHECK(f.state.peak_bytes <= 96 * kMiB);
+  const auto stats = f.cache.stats();
+  CHECK(stats.active_requests.current == 0);
+  CHECK(stats.allocations.allocated == stats.allocations.freed);
+}
+
+void threads_and_delayed_copies() {
+  threads_and_copies(false);
+}
+
+// Fails: shows that the case above would notice.
+void careless_reuse() {
+  threads_and_copies(true);
+}
+
+const std::map<std::string, void (*)()> cases = {
+    {"size_classes", size_classes},
+    {"page_map", page_map},
+    {"never_smaller_than_asked", never_smaller_than_asked},
+    {"waste_of_one_block", waste_of_one_block},
+    {"large_blocks_are_exact_and_reused_when_they_fit",
+     large_blocks_are_exact_and_reused_when_they_fit},
+    {"zero_and_impossible", zero_and_impossible},
+    {"small_blocks_share_pages", small_blocks_share_pages},
+    {"slabs_drain", slabs_drain},
+    {"waste_of_random_sizes", waste_of_random_sizes},
+    {"alternating_sizes_settle", alternating_sizes_settle},
+    {"reuse_waits_for_every_event", reuse_waits_for_every_event},
+    {"slow_event_blocks_no_other", slow_event_blocks_no_other},
+    {"a_hit_asks_no_event", a_hit_asks_no_event},
+    {"record_by_any_address", record_by_any_address},
+    {"event_that_cannot_be_made", event_that_cannot_be_made},
+    {"cap_on_locked_bytes", cap_on_locked_bytes},
+    {"cap_on_cached_bytes", cap_on_cached_bytes},
+    {"refusal_empties_the_cache_and_retries_once",
+     refusal_empties_the_cache_and_retries_once},
+    {"memory_off_a_page_boundary_is_refused",
+     memory_off_a_page_boundary_is_refused},
+    {"nodes_are_kept_apart", nodes_are_kept_apart},
+    {"statistics_add_up", statistics_add_up},
+    {"runtime_may_come_back", runtime_may_come_back},
+    {"forked_child_starts_empty", forked_child_starts_empty},
+    {"forked_child_does_not_mix_up_addresses",
+     forked_child_does_not_mix_up_addresses},
+    {"fork_while_threads_work", fork_while_threads_work},
+    {"threads_and_delayed_copies", threads_and_delayed_copies},
+    {"careless_reuse", careless_reuse},
+};
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    for (const auto& entry : cases) {
+      std::printf("%s\n", entry.first.c_str());
+    }
+    return 0;
+  }
+  const auto found = cases.find(argv[1]);
+  if (found == cases.end()) {
+    std::fprintf(stderr, "no case %s\n", argv[1]);
+    return 2;
+  }
+  found->second();
+  return 0;
+}
