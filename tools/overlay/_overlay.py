@@ -16,7 +16,6 @@ import pathlib
 import sys
 import sysconfig
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -280,15 +279,3 @@ def disable() -> None:
         if is_enabled():
             _take_out()
             _why_off = "torchpin.disable() was called"
-
-
-def activate_at_import() -> None:
-    """Enables torchpin as ``import torch`` ends; one warning where it has to stay off."""
-    try:
-        enable()
-    except ActivationError as error:
-        warnings.warn(
-            f"torchpin stays off, stock PyTorch works as before: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
