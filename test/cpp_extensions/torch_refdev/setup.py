@@ -7,11 +7,15 @@ serves several environments and only what changed is compiled again.
 import os
 from pathlib import Path
 
-import torch
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+# Only the compiler settings of PyTorch are needed here, no backend.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-HERE = Path(__file__).parent
+import torch  # noqa: E402
+from setuptools import setup  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 os.environ.setdefault("MAX_JOBS", "2")
 os.chdir(HERE)
 
@@ -21,7 +25,18 @@ setup(
             "torch_refdev._C",
             sorted(str(path) for path in Path("csrc").glob("*.cpp")),
             depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
-            extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],
+            extra_compile_args=[
+                "-O2",
+                "-g0",
+                "-Wall",
+                "-fvisibility=hidden",
+                # Headers that torchpin installs for backends, taken from this
+                # checkout. After PyTorch's own folders: ours share their names.
+                "-idirafter",
+                str(ROOT / "aten" / "src"),
+                "-idirafter",
+                str(ROOT),
+            ],
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -88,10 +88,6 @@ py::dict pythonCounters() {
   return result;
 }
 
-void raiseIfRefused(Status status, const char* what) {
-  check(status, what);
-}
-
 TORCH_LIBRARY(refdev, m) {
   m.def("get_rng_state(int device) -> Tensor", [](int64_t device) {
     const at::Generator& generator =
@@ -168,6 +164,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("counters", &pythonCounters);
   m.def("reset_counters", [] {
     resetCounters();
+    resetHostUseReports();
     ownKernelCalls().is_pinned = 0;
     ownKernelCalls().pin_memory = 0;
   });
@@ -178,7 +175,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "host_register",
       [](uintptr_t address, size_t bytes) {
-        raiseIfRefused(
+        check(
             hostRegister(reinterpret_cast<void*>(address), bytes),
             "page-locking host memory");
       },
@@ -186,7 +183,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "host_unregister",
       [](uintptr_t address) {
-        raiseIfRefused(
+        check(
             hostUnregister(reinterpret_cast<void*>(address)),
             "unlocking host memory");
       },

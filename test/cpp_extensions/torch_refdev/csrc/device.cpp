@@ -6,6 +6,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/HostMemoryHooks.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -447,7 +448,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
   }
 };
 
-struct HooksWithPinnedMemory final : Hooks {
+struct HooksWithPinnedMemory final : Hooks, at::pin::HostMemoryHooks {
   explicit HooksWithPinnedMemory(c10::Allocator* allocator, bool recognises)
       : allocator(allocator), recognises(recognises) {}
 
@@ -456,11 +457,29 @@ struct HooksWithPinnedMemory final : Hooks {
   }
 
   bool isPinnedPtr(const void* data) const REFDEV_OVERRIDE_2_5 {
-    if (!recognises) {
+    return recognises && isPinned(data);
+  }
+
+  bool register_host_memory(void* address, size_t bytes) override {
+    const Status status = hostRegister(address, bytes);
+    if (status == Status::lockLimit || status == Status::alreadyRegistered) {
       return false;
     }
-    return broken("exact_start_only") ? hostIsLockedStart(data)
-                                      : hostIsLocked(data);
+    check(status, "page-locking host memory");
+    return true;
+  }
+
+  void unregister_host_memory(void* address, size_t /*bytes*/) noexcept
+      override {
+    hostUnregister(address);
+  }
+
+  int is_host_memory_registered(const void* address) const noexcept override {
+    return hostIsLocked(address) ? 1 : 0;
+  }
+
+  bool copies_record_events() const noexcept override {
+    return REFDEV_HAS_HOST_ALLOCATOR && !broken("forget_events");
   }
 
   c10::Allocator* allocator;

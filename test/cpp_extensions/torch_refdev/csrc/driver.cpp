@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -48,6 +49,7 @@ struct Op {
   explicit Op(Kind kind) : kind(kind) {}
   Kind kind;
   bool held_back = false; // subject to holds, delay, bandwidth and counting
+  bool may_be_gone = false; // the source may be unmapped when its turn comes
   void* destination = nullptr;
   const void* source = nullptr;
   size_t bytes = 0;
@@ -188,6 +190,17 @@ void finish(Driver& d, Stream& s) {
   ++s.done;
 }
 
+void move(const Op& op) {
+  if (!op.may_be_gone) {
+    std::memcpy(op.destination, op.source, op.bytes);
+    return;
+  }
+  // Fails where a load would end the process.
+  iovec to{op.destination, op.bytes};
+  iovec from{const_cast<void*>(op.source), op.bytes};
+  (void)process_vm_readv(getpid(), &to, 1, &from, 1, 0);
+}
+
 // One step of an engine: runs at most one op outside the lock. Returns false
 // where nothing could be done; `wake` is then the time of the next copy.
 bool step(
@@ -244,7 +257,7 @@ bool step(
         }
         s.busy = true;
         lock.unlock();
-        std::memcpy(op.destination, op.source, op.bytes);
+        move(op);
         break;
       case Op::Kind::kernel:
         s.busy = true;
@@ -383,6 +396,35 @@ Status waitFor(
   return Status::ok;
 }
 
+// Waits until no copy reads or writes [begin, end) of host memory.
+Status waitForUsers(uintptr_t begin, uintptr_t end) {
+  Driver& d = driver();
+  std::unique_lock<std::mutex> lock(d.mutex);
+  const auto inside = [&](const void* address) {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return at >= begin && at < end;
+  };
+  for (int device = 0; device < kDeviceCount; ++device) {
+    for (int stream = 0; stream < kStreamCount; ++stream) {
+      const Stream& s = d.devices[device].streams[stream];
+      uint64_t target = 0;
+      uint64_t position = s.done;
+      for (const Op& op : s.queue) {
+        ++position;
+        if (op.kind == Op::Kind::copy &&
+            (inside(op.source) || inside(op.destination))) {
+          target = position;
+        }
+      }
+      const Status status = waitFor(d, lock, device, stream, target);
+      if (status != Status::ok) {
+        return status;
+      }
+    }
+  }
+  return Status::ok;
+}
+
 void enqueue(Driver& d, Stream& s, Op op) {
   if (op.held_back) {
     ++d.in_flight;
@@ -443,17 +485,39 @@ Status addRange(Driver& d, LockedRange range) {
   return Status::ok;
 }
 
-Status removeRange(Driver& d, uintptr_t begin, bool owned, LockedRange* out) {
-  std::unique_lock<std::shared_mutex> lock(d.ranges_mutex);
-  auto found = d.ranges.find(pageFloor(begin));
-  if (found == d.ranges.end() || found->second.begin != begin ||
-      found->second.owned != owned) {
-    return Status::notRegistered;
+// Ends a range, but not before the copies that use it.
+Status unlock(void* address, bool owned) {
+  Driver& d = driver();
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  LockedRange range;
+  {
+    std::shared_lock<std::shared_mutex> lock(d.ranges_mutex);
+    auto found = d.ranges.find(pageFloor(begin));
+    if (found == d.ranges.end() || found->second.begin != begin ||
+        found->second.owned != owned) {
+      return Status::notRegistered;
+    }
+    range = found->second;
   }
-  *out = found->second;
-  d.locked_bytes -= static_cast<int64_t>(out->page_end - found->first);
-  d.ranges.erase(found);
-  ++d.unpin_calls;
+  const Status status = waitForUsers(range.begin, range.end);
+  if (status != Status::ok) {
+    return status;
+  }
+  const uintptr_t first = pageFloor(begin);
+  {
+    std::unique_lock<std::shared_mutex> lock(d.ranges_mutex);
+    if (d.ranges.erase(first) == 0) {
+      return Status::notRegistered;
+    }
+    d.locked_bytes -= static_cast<int64_t>(range.page_end - first);
+    ++d.unpin_calls;
+  }
+  auto* pages = reinterpret_cast<void*>(first);
+  if (owned) {
+    munmap(pages, range.page_end - first);
+  } else {
+    (void)munlock(pages, range.page_end - first);
+  }
   return Status::ok;
 }
 
@@ -724,13 +788,7 @@ Status hostFree(void* address) noexcept {
   if (address == nullptr || forked_flag || !initialized_flag) {
     return Status::ok;
   }
-  LockedRange range;
-  Status status = removeRange(
-      driver(), reinterpret_cast<uintptr_t>(address), true, &range);
-  if (status == Status::ok) {
-    munmap(address, range.end - range.begin);
-  }
-  return status;
+  return unlock(address, true);
 }
 
 Status hostRegister(void* address, size_t bytes) noexcept {
@@ -761,14 +819,7 @@ Status hostUnregister(void* address) noexcept {
   if (forked_flag || !initialized_flag) {
     return Status::ok;
   }
-  LockedRange range;
-  Status status = removeRange(
-      driver(), reinterpret_cast<uintptr_t>(address), false, &range);
-  if (status == Status::ok) {
-    const uintptr_t first = pageFloor(range.begin);
-    (void)munlock(reinterpret_cast<void*>(first), range.page_end - first);
-  }
-  return status;
+  return unlock(address, false);
 }
 
 bool hostIsLocked(const void* address, size_t bytes) noexcept {
@@ -838,8 +889,9 @@ Status copy(
   if (to < 0 && from < 0) {
     return Status::invalidValue;
   }
-  const bool locked = on_devices || hostIsLocked(host, bytes) ||
-      (settings.pageable_is_async && to >= 0);
+  const bool really_locked = on_devices || hostIsLocked(host, bytes);
+  const bool locked =
+      really_locked || (settings.pageable_is_async && to >= 0);
 
   Driver& d = driver();
   std::unique_lock<std::mutex> lock(d.mutex);
@@ -858,6 +910,7 @@ Status copy(
   op.destination = to >= 0 ? kernelAddress(destination) : destination;
   op.source = from >= 0 ? kernelAddress(source) : source;
   op.bytes = bytes;
+  op.may_be_gone = locked && !really_locked;
 
   // Nothing must be seen of a copy before its time, so only where the caller
   // waits for it, or gives its source away at once, may it be done here.
