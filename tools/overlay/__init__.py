@@ -5,20 +5,30 @@ on. ``python -m torchpin`` prints what is active; ``TORCHPIN=0`` in the environm
 it is.
 """
 
+# Imported whenever Python starts on releases that need the start-up file, so nothing is imported
+# here before it is asked for.
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError as _NotFound
-from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
-from torchpin import _overlay
-from torchpin._overlay import ActivationError
+if TYPE_CHECKING:
+    from torchpin._overlay import ActivationError as ActivationError
 
-try:
-    __version__ = _version("torchpin")
-except _NotFound:  # run from a checkout that was never installed
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = ["ActivationError", "disable", "enable", "is_enabled"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ActivationError":
+        from torchpin._overlay import ActivationError
+
+        return ActivationError
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("torchpin")
+    raise AttributeError(f"module 'torchpin' has no attribute {name!r}")
 
 
 def enable() -> bool:
@@ -31,6 +41,8 @@ def enable() -> bool:
         ActivationError: on another system than Linux, on a PyTorch outside the supported range, or
             if the extension was built for another PyTorch. PyTorch is then as it was.
     """
+    from torchpin import _overlay
+
     return _overlay.enable()
 
 
@@ -39,9 +51,13 @@ def disable() -> None:
 
     Iterators of a DataLoader that are under way go on as they were made.
     """
+    from torchpin import _overlay
+
     _overlay.disable()
 
 
 def is_enabled() -> bool:
     """Whether torchpin is on in this process."""
+    from torchpin import _overlay
+
     return _overlay.is_enabled()
