@@ -68,6 +68,11 @@ class Method:
 WHOLE_FILES: Final = (
     WholeFile("torch._pin_deprecation", "the deprecated device argument, in one place"),
     WholeFile("torch.utils.data._utils.pin_target", "what a loader pins for, and whether it can"),
+    WholeFile("torch.utils.data._utils.pin_containers", "how objects of all kinds are taken apart"),
+    WholeFile(
+        "torch.utils.data._utils.pin_memory",
+        "pins a batch in one native call, and carries errors to the training loop; replaces",
+    ),
 )
 
 _DATALOADER = "torch.utils.data.dataloader"

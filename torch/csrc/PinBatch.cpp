@@ -43,13 +43,13 @@ constexpr uint32_t kLater = UINT32_MAX - 1;
 enum Answer : long {
   kReplaced = 0, // (0, object): this takes its place
   kParts = 1, // (1, children, label, make or None, fill)
-  kMissed = 2, // (2, path from the object to the tensor)
+  kMissed = 2, // (2, path from the object to the tensor, reason or None)
 };
 
 struct Callbacks {
   py::object isPlainType; // (type) -> bool
   py::object expand; // (object) -> None | tuple
-  py::object missed; // (object, path)
+  py::object missed; // (object, path, reason or None)
   py::object resisted; // (object, path, exception)
 };
 
@@ -292,7 +292,7 @@ class Walk {
       }
       Py_ssize_t i = 0;
       if (kind == Kind::Parts && PyList_GET_SIZE(list) > 0 &&
-          PyList_GET_ITEM(list, 0) == object) {
+          PyList_GET_ITEM(list, 0) == object && THPVariable_Check(object)) {
         // A tensor that is its own first part: its data, without what its
         // class and its attributes add.
         Py_INCREF(object);
@@ -342,9 +342,10 @@ class Walk {
       if (what == kMissed) {
         met_.emplace(object, kPlain);
         keep(object);
-        const auto path = pathOf(parent, edgeOfParent) +
-            answer.cast<py::tuple>()[1].cast<std::string>();
-        callbacks_.missed(py::handle(object), path);
+        const auto details = answer.cast<py::tuple>();
+        const auto path =
+            pathOf(parent, edgeOfParent) + details[1].cast<std::string>();
+        callbacks_.missed(py::handle(object), path, details[2]);
         return kPlain;
       }
       if (what == kReplaced) {
@@ -593,9 +594,6 @@ class Walk {
             Py_INCREF(child);
             PyList_SetItem(children.ptr(), edge.position, child);
           }
-        }
-        if (nodes_[index].result == nullptr && !parts[3].is_none()) {
-          setResult(nodes_[index], parts[3]());
         }
         py::object shell = nodes_[index].result == nullptr
             ? py::object(py::none())

@@ -93,10 +93,13 @@ def configure(iterator: Any, loader: DataLoader[Any]) -> None:
     iterator._pin_memory_device = None
     if not loader.pin_memory:
         return
+    from torch.utils.data._utils import pin_memory
+
     accelerator, missing = what_is_missing()
     if missing is None:
         iterator._pin_memory = True
-        iterator._pin_memory_device = accelerator
+        assert accelerator is not None
+        iterator._pin_memory_device = pin_memory.LoaderDevice.of(loader, accelerator)
     elif not getattr(loader, _WARNED, False):
         setattr(loader, _WARNED, True)
         warn_at_caller(
