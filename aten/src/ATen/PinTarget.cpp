@@ -107,9 +107,6 @@ bool recognises(void* block, c10::DeleterFnPtr deleter) {
 // Takes one small block to learn its deleter and whether the hooks recognise
 // their own memory. Needs an initialised device.
 bool recognisesOwnMemory(c10::Allocator* allocator) {
-  if (recognisedAllocator.load(std::memory_order_acquire) == allocator) {
-    return true;
-  }
   const c10::DataPtr block = allocator->allocate(64);
   const bool recognised =
       block.get() != nullptr && recognises(block.get(), block.get_deleter());
@@ -123,6 +120,13 @@ bool recognisesOwnMemory(c10::Allocator* allocator) {
 }
 
 PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
+  // Kernels and hooks are registered once, when a backend is imported, so what
+  // has worked stays the answer, and a batch costs no second diagnosis.
+  if (auto* known = recognisedAllocator.load(std::memory_order_acquire)) {
+    target.lack = Lack::Nothing;
+    target.allocator = known;
+    return target;
+  }
   const std::string name = backendName(c10::kPrivateUse1);
   if (overriddenByBackend("aten::_pin_memory")) {
     target.lack = Lack::Nothing;
