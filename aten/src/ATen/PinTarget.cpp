@@ -107,7 +107,14 @@ bool recognises(void* block, c10::DeleterFnPtr deleter) {
 // Takes one small block to learn its deleter and whether the hooks recognise
 // their own memory. Needs an initialised device.
 bool recognisesOwnMemory(c10::Allocator* allocator) {
-  const c10::DataPtr block = allocator->allocate(64);
+  c10::DataPtr block;
+  try {
+    block = allocator->allocate(64);
+  } catch (const std::exception&) {
+    // A refusal says nothing about recognition. Whoever pins next meets it
+    // himself, and can still deliver ordinary memory.
+    return true;
+  }
   const bool recognised =
       block.get() != nullptr && recognises(block.get(), block.get_deleter());
   if (recognised) {
