@@ -10,9 +10,9 @@ from pathlib import Path
 # Only the compiler settings of PyTorch are needed here, no backend.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-import torch  # noqa: E402
-from setuptools import setup  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

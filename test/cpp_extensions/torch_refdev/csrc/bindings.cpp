@@ -94,12 +94,13 @@ TORCH_LIBRARY(refdev, m) {
         defaultGenerator(checkedDevice(static_cast<int>(device)));
     return generator.get_state();
   });
-  m.def("set_rng_state(int device, Tensor state) -> ()",
-        [](int64_t device, const at::Tensor& state) {
-          at::Generator generator =
-              defaultGenerator(checkedDevice(static_cast<int>(device)));
-          generator.set_state(state);
-        });
+  m.def(
+      "set_rng_state(int device, Tensor state) -> ()",
+      [](int64_t device, const at::Tensor& state) {
+        at::Generator generator =
+            defaultGenerator(checkedDevice(static_cast<int>(device)));
+        generator.set_state(state);
+      });
 }
 
 } // namespace
@@ -113,7 +114,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("in_bad_fork", &inBadFork);
   m.def("device_count", [] { return kDeviceCount; });
   m.def("current_device", &currentDevice);
-  m.def("select_device", [](int device) { selectDevice(checkedDevice(device)); });
+  m.def(
+      "select_device", [](int device) { selectDevice(checkedDevice(device)); });
   m.def("has_context", &hasContext);
   m.def("bytes_in_use", [](int device) {
     return deviceBytesInUse(checkedDevice(device));
@@ -171,6 +173,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_pinned_cache", &emptyPinnedCache, NoGil());
   m.def("is_host_pinned", [](uintptr_t address) {
     return hostIsLocked(reinterpret_cast<const void*>(address));
+  });
+  m.def("hooks_is_pinned", [](uintptr_t address) {
+    return isPinned(reinterpret_cast<const void*>(address));
   });
   m.def(
       "host_register",

@@ -37,8 +37,7 @@ void check(Status status, const char* what) {
       describe(status));
   // The text that users know from other accelerators stands alone.
   TORCH_CHECK(status != Status::forked, describe(status));
-  TORCH_CHECK(
-      status == Status::ok, "refdev: ", what, ": ", describe(status));
+  TORCH_CHECK(status == Status::ok, "refdev: ", what, ": ", describe(status));
 }
 
 namespace {
@@ -162,18 +161,16 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 
   void synchronizeEvent(void* event) const REFDEV_OVERRIDE_2_4 {
     if (event != nullptr) {
-      check(
-          refdev::synchronizeEvent(eventAt(event)), "synchronizing an event");
+      check(refdev::synchronizeEvent(eventAt(event)), "synchronizing an event");
     }
   }
 
-  double elapsedTime(
-      void* begin,
-      void* end,
-      const c10::DeviceIndex /*device*/) const REFDEV_OVERRIDE_2_4 {
-    const double milliseconds = begin == nullptr || end == nullptr
-        ? -1
-        : elapsedMilliseconds(eventAt(begin), eventAt(end));
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex /*device*/)
+      const REFDEV_OVERRIDE_2_4 {
+    const double milliseconds =
+        begin == nullptr || end == nullptr
+            ? -1
+            : elapsedMilliseconds(eventAt(begin), eventAt(end));
     TORCH_CHECK(
         milliseconds >= 0,
         "refdev: both events must be recorded and completed before calculating "
@@ -207,8 +204,9 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     check(refdev::synchronizeDevice(device), "synchronizing a device");
   }
 
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream)
-      const override;
+  void recordDataPtrOnStream(
+      const c10::DataPtr& data,
+      const c10::Stream& stream) const override;
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl)
@@ -230,8 +228,7 @@ struct DeviceBlock {
 
 void freeDeviceBlock(void* context) {
   std::unique_ptr<DeviceBlock> block(static_cast<DeviceBlock*>(context));
-  deviceFree(
-      block->address, {block->streams.begin(), block->streams.end()});
+  deviceFree(block->address, {block->streams.begin(), block->streams.end()});
 }
 
 struct DeviceMemory final : DeviceAllocatorBase {
@@ -425,8 +422,8 @@ struct Hooks : at::PrivateUse1HooksInterface {
     return deviceAt(device);
   }
 
-  const at::Generator& getDefaultGenerator(
-      c10::DeviceIndex device) REFDEV_CONST_2_5 override {
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device)
+      REFDEV_CONST_2_5 override {
     return defaultGenerator(indexOf(deviceAt(device)));
   }
 

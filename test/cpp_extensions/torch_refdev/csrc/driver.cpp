@@ -48,7 +48,7 @@ struct Op {
   enum class Kind { copy, kernel, record, wait };
   explicit Op(Kind kind) : kind(kind) {}
   Kind kind;
-  bool held_back = false; // subject to holds, delay, bandwidth and counting
+  bool held_back = false;   // subject to holds, delay, bandwidth and counting
   bool may_be_gone = false; // the source may be unmapped when its turn comes
   void* destination = nullptr;
   const void* source = nullptr;
@@ -245,9 +245,8 @@ bool step(
             } else {
               start = now;
             }
-            op.due = start +
-                std::chrono::duration_cast<Clock::duration>(
-                         Seconds(settings.delay.load()));
+            op.due = start + std::chrono::duration_cast<Clock::duration>(
+                                 Seconds(settings.delay.load()));
             op.timed = true;
           }
           if (op.due > Clock::now()) {
@@ -616,7 +615,7 @@ void selectDevice(int device) noexcept {
 
 bool hasContext(int device) noexcept {
   return initialized() && validDevice(device) &&
-      driver().devices[device].context;
+         driver().devices[device].context;
 }
 
 Status deviceAlloc(int device, size_t bytes, void** address) noexcept {
@@ -628,8 +627,8 @@ Status deviceAlloc(int device, size_t bytes, void** address) noexcept {
   if (status != Status::ok) {
     return status;
   }
-  bytes = std::max(
-      (bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment);
+  bytes =
+      std::max((bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment);
   Driver& d = driver();
   std::unique_lock<std::mutex> lock(d.mutex);
   status = touch(d, device);
@@ -679,7 +678,8 @@ void deviceFree(void* address, const std::vector<int>& streams) noexcept {
   Driver& d = driver();
   std::lock_guard<std::mutex> lock(d.mutex);
   Device& dev = d.devices[device];
-  PendingFree block{static_cast<size_t>(static_cast<char*>(address) - dev.arena), {}};
+  PendingFree block{
+      static_cast<size_t>(static_cast<char*>(address) - dev.arena), {}};
   auto used = dev.used_blocks.find(block.offset);
   if (used == dev.used_blocks.end()) {
     return;
@@ -890,8 +890,7 @@ Status copy(
     return Status::invalidValue;
   }
   const bool really_locked = on_devices || hostIsLocked(host, bytes);
-  const bool locked =
-      really_locked || (settings.pageable_is_async && to >= 0);
+  const bool locked = really_locked || (settings.pageable_is_async && to >= 0);
 
   Driver& d = driver();
   std::unique_lock<std::mutex> lock(d.mutex);
@@ -903,7 +902,8 @@ Status copy(
   const bool user = traffic == Traffic::user;
   if (user) {
     ++(on_devices ? d.copies_device
-                  : locked ? d.copies_direct : d.copies_staged);
+       : locked   ? d.copies_direct
+                  : d.copies_staged);
   }
   Op op(Op::Kind::copy);
   op.held_back = user;
@@ -916,8 +916,8 @@ Status copy(
   // waits for it, or gives its source away at once, may it be done here.
   const bool capture = !locked && to >= 0;
   const bool wait = blocking == Blocking::yes || (!locked && to < 0);
-  const bool undisturbed = !user ||
-      (d.holds == 0 && settings.delay == 0 && settings.bandwidth == 0);
+  const bool undisturbed =
+      !user || (d.holds == 0 && settings.delay == 0 && settings.bandwidth == 0);
   if ((wait || capture) && undisturbed && runIfIdle(d, lock, s, [&] {
         std::memcpy(op.destination, op.source, op.bytes);
       })) {
@@ -936,7 +936,14 @@ Status copy(
   }
   enqueue(d, s, std::move(op));
   if (wait) {
-    return waitFor(d, lock, device, stream, s.enqueued);
+    const uint64_t target = s.enqueued;
+    status = waitFor(d, lock, device, stream, target);
+    if (status == Status::held) {
+      // The caller may give its memory away after the error.
+      Op& refused = s.queue[target - s.done - 1];
+      refused.bytes = 0;
+    }
+    return status;
   }
   *in_flight = !capture && !on_devices;
   return Status::ok;

@@ -40,12 +40,12 @@ enum class Status {
   ok,
   outOfMemory, // of the device
   outOfHostMemory,
-  lockLimit, // locking more host memory would pass the limit
+  lockLimit,         // locking more host memory would pass the limit
   alreadyRegistered, // a page of the range is locked already
   notRegistered,
   invalidValue,
   forked, // a child of an initialised process
-  held, // the caller holds the copies that it would wait for
+  held,   // the caller holds the copies that it would wait for
   shutDown,
 };
 const char* describe(Status status) noexcept;
@@ -149,14 +149,14 @@ struct Touch {
 struct Counters {
   uint64_t pin_calls = 0; // hostAlloc and hostRegister that succeeded
   uint64_t unpin_calls = 0;
-  uint64_t pin_refusals = 0; // because of the limit
-  int64_t locked_bytes = 0; // whole pages; not changed by a reset
-  uint64_t locked_ranges = 0; // the same
-  uint64_t copies_direct = 0; // host memory read or written in place
-  uint64_t copies_staged = 0; // through a buffer of the driver
-  uint64_t copies_device = 0; // within or between devices
+  uint64_t pin_refusals = 0;    // because of the limit
+  int64_t locked_bytes = 0;     // whole pages; not changed by a reset
+  uint64_t locked_ranges = 0;   // the same
+  uint64_t copies_direct = 0;   // host memory read or written in place
+  uint64_t copies_staged = 0;   // through a buffer of the driver
+  uint64_t copies_device = 0;   // within or between devices
   int64_t copies_in_flight = 0; // not changed by a reset
-  std::vector<int> contexts; // devices; not changed by a reset
+  std::vector<int> contexts;    // devices; not changed by a reset
   std::vector<Touch> touches;
 };
 Counters counters();

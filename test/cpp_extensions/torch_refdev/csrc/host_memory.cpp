@@ -100,7 +100,7 @@ c10::Allocator* pinnedAllocator() {
 bool isPinned(const void* address) {
   if (broken("exact_start_only")) {
     return hostIsLocked(address) &&
-        (hostIsLockedStart(address) || wrongAllocator().isStart(address));
+           (hostIsLockedStart(address) || wrongAllocator().isStart(address));
   }
   return hostIsLocked(address);
 }

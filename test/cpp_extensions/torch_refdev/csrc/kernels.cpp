@@ -8,11 +8,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -50,10 +50,11 @@ int64_t storageBytes(
 // The same elements as a CPU tensor that only work in stream order may use.
 Tensor kernelView(const Tensor& tensor) {
   void* data = tensor.numel() == 0
-      ? nullptr
-      : kernelAddress(static_cast<const char*>(tensor.storage().data()) +
-                      tensor.storage_offset() *
-                          static_cast<int64_t>(tensor.element_size()));
+                   ? nullptr
+                   : kernelAddress(
+                         static_cast<const char*>(tensor.storage().data()) +
+                         tensor.storage_offset() *
+                             static_cast<int64_t>(tensor.element_size()));
   return at::from_blob(
       data,
       tensor.sizes(),
@@ -63,7 +64,7 @@ Tensor kernelView(const Tensor& tensor) {
 
 void* address(const Tensor& tensor) {
   return static_cast<char*>(const_cast<void*>(tensor.storage().data())) +
-      tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+         tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
 
 void launchOn(const Tensor& tensor, std::function<void()> kernel) {
@@ -98,8 +99,8 @@ Tensor emptyStrided(
 // copy moves all elements.
 bool sameDenseLayout(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-      ((a.is_contiguous() && b.is_contiguous()) ||
-       (a.strides() == b.strides() && a.is_non_overlapping_and_dense()));
+         ((a.is_contiguous() && b.is_contiguous()) ||
+          (a.strides() == b.strides() && a.is_non_overlapping_and_dense()));
 }
 
 // Moves the bytes of two tensors of the same dense layout.
@@ -193,9 +194,9 @@ Tensor copyFrom(const Tensor& self, const Tensor& dst, bool non_blocking) {
   }
   at::AutoDispatchBelowADInplaceOrView below;
   c10::OptionalDeviceGuard guard;
-  guard.reset_device(
-      self.device().is_cpu() ? dst.device() : self.device());
-  Tensor from = withoutBits(self.sizes() == dst.sizes() ? self : self.expand(dst.sizes()));
+  guard.reset_device(self.device().is_cpu() ? dst.device() : self.device());
+  Tensor from = withoutBits(
+      self.sizes() == dst.sizes() ? self : self.expand(dst.sizes()));
   Tensor to = withoutBits(dst);
 
   if (to.device() == from.device()) {
@@ -205,9 +206,10 @@ Tensor copyFrom(const Tensor& self, const Tensor& dst, bool non_blocking) {
   } else {
     // Convert and compact where the source is, lay out where the destination
     // is, and let one block copy go between.
-    Tensor source = from.scalar_type() == to.scalar_type() && from.is_contiguous()
-        ? from
-        : contiguousAs(from, to.scalar_type());
+    Tensor source =
+        from.scalar_type() == to.scalar_type() && from.is_contiguous()
+            ? from
+            : contiguousAs(from, to.scalar_type());
     if (to.is_contiguous()) {
       moveBytes(to, source, non_blocking);
     } else if (to.device().is_cpu()) {
@@ -319,12 +321,13 @@ Tensor& setSourceStorageOffset(
     IntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
-  const auto strides = stride.data() != nullptr && stride.size() == size.size()
-      ? stride.vec()
-      : [&] {
-          auto contiguous = c10::contiguous_strides(size);
-          return std::vector<int64_t>(contiguous.begin(), contiguous.end());
-        }();
+  const auto strides =
+      stride.data() != nullptr && stride.size() == size.size()
+          ? stride.vec()
+          : [&] {
+              auto contiguous = c10::contiguous_strides(size);
+              return std::vector<int64_t>(contiguous.begin(), contiguous.end());
+            }();
   impl->set_sizes_and_strides(size, strides, offset);
   if (self.numel() > 0) {
     growStorage(
@@ -494,7 +497,8 @@ void fallback(const c10::OperatorHandle& op, c10::Stack* stack) {
   // own has to be the one that counts.
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& type = *arguments[i].type();
-    const bool is_generator = type.kind() == c10::TypeKind::GeneratorType ||
+    const bool is_generator =
+        type.kind() == c10::TypeKind::GeneratorType ||
         (type.kind() == c10::TypeKind::OptionalType &&
          type.castRaw<c10::OptionalType>()->getElementType()->kind() ==
              c10::TypeKind::GeneratorType);
@@ -545,24 +549,25 @@ bool ownIsPinned(const Tensor& self, std::optional<c10::Device> /*device*/) {
 
 Tensor ownPinMemory(const Tensor& self, std::optional<c10::Device> /*device*/) {
   ++ownKernelCalls().pin_memory;
-  const auto bytes = static_cast<size_t>(storageBytes(
-      self.sizes(), self.strides(), self.element_size(), 0));
+  const auto bytes = static_cast<size_t>(
+      storageBytes(self.sizes(), self.strides(), self.element_size(), 0));
   c10::Storage storage(
       c10::Storage::use_byte_size_t(),
       bytes,
       pinnedAllocator()->allocate(bytes),
       pinnedAllocator(),
       /*resizable=*/false);
-  Tensor result = at::empty({0}, self.options())
-                      .set_(std::move(storage), 0, self.sizes(), self.strides());
+  Tensor result =
+      at::empty({0}, self.options())
+          .set_(std::move(storage), 0, self.sizes(), self.strides());
   result.copy_(self);
   return result;
 }
 
 void registerOwnKernels(c10::DispatchKey key) {
   // Leaked: its destructor would take the kernels away.
-  auto* library = new torch::Library(
-      torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   library->impl("is_pinned", &ownIsPinned);
   library->impl("_pin_memory", &ownPinMemory);
 }

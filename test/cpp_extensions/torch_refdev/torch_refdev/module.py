@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 from . import _C
 
-_Device = Union[torch.device, str, int, None]
+_Device = torch.device | str | int | None
 
 # torch.Stream and torch.Event can be made for any accelerator from 2.5 on.
 _GENERIC_STREAMS = hasattr(torch, "Event") and hasattr(torch.Stream, "synchronize")
@@ -66,7 +66,7 @@ def set_device(device: _Device) -> None:
     _C.select_device(_index(device))
 
 
-class device:  # noqa: N801 - as torch.cuda.device
+class device:
     """Context manager that selects a device for the calling thread."""
 
     def __init__(self, device: _Device) -> None:
@@ -110,72 +110,70 @@ def memory_allocated(device: _Device = None) -> int:
     return int(_C.bytes_in_use(_index(device)))
 
 
-if _GENERIC_STREAMS:
-    Stream = torch.Stream
-    Event = torch.Event
-else:
+class _Stream(torch.Stream):
+    """As :class:`torch.Stream` of later releases."""
 
-    class Stream(torch.Stream):  # type: ignore[no-redef]
-        """As :class:`torch.Stream` of later releases."""
-
-        def __new__(
+    def __new__(
+        cls,
+        device: _Device = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        device_type: int | None = None,
+    ) -> _Stream:
+        return super().__new__(
             cls,
-            device: _Device = None,
-            priority: int = 0,
-            *,
-            stream_id: int | None = None,
-            device_index: int | None = None,
-            device_type: int | None = None,
-        ) -> Stream:
-            return super().__new__(  # type: ignore[call-arg]
-                cls,
-                stream_id=_C.new_stream() if stream_id is None else stream_id,
-                device_index=_index(device) if device_index is None else device_index,
-                device_type=_privateuse1(),
-            )
+            stream_id=_C.new_stream() if stream_id is None else stream_id,
+            device_index=_index(device) if device_index is None else device_index,
+            device_type=_privateuse1(),
+        )
 
-        def query(self) -> bool:
-            return bool(_C.query_stream(self.device_index, self.stream_id))
+    def query(self) -> bool:
+        return bool(_C.query_stream(self.device_index, self.stream_id))
 
-        def synchronize(self) -> None:
-            _C.synchronize_stream(self.device_index, self.stream_id)
+    def synchronize(self) -> None:
+        _C.synchronize_stream(self.device_index, self.stream_id)
 
-        def record_event(self, event: Event | None = None) -> Event:
-            event = Event() if event is None else event
-            event.record(self)
-            return event
+    def record_event(self, event: Any = None) -> Any:
+        event = _Event() if event is None else event
+        event.record(self)
+        return event
 
-        def wait_event(self, event: Event) -> None:
-            event.wait(self)
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
 
-        def wait_stream(self, stream: Stream) -> None:
-            self.wait_event(stream.record_event())
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
 
-    class Event:  # type: ignore[no-redef]
-        """As :class:`torch.Event` of later releases."""
 
-        def __init__(
-            self, device: _Device = None, enable_timing: bool = False, **_: Any
-        ) -> None:
-            self._event = _C.Event()
+class _Event:
+    """As :class:`torch.Event` of later releases."""
 
-        def record(self, stream: Stream | None = None) -> None:
-            stream = current_stream() if stream is None else stream
-            self._event.record(stream.device_index, stream.stream_id)
+    def __init__(self, device: _Device = None, enable_timing: bool = False, **_: Any) -> None:
+        self._event = _C.Event()
 
-        def wait(self, stream: Stream | None = None) -> None:
-            stream = current_stream() if stream is None else stream
-            self._event.wait(stream.device_index, stream.stream_id)
+    def record(self, stream: _Stream | None = None) -> None:
+        stream = current_stream() if stream is None else stream
+        self._event.record(stream.device_index, stream.stream_id)
 
-        def query(self) -> bool:
-            return bool(self._event.query())
+    def wait(self, stream: _Stream | None = None) -> None:
+        stream = current_stream() if stream is None else stream
+        self._event.wait(stream.device_index, stream.stream_id)
 
-        def synchronize(self) -> None:
-            self._event.synchronize()
+    def query(self) -> bool:
+        return bool(self._event.query())
 
-        def elapsed_time(self, end: Event) -> float:
-            """Milliseconds from this event to ``end``."""
-            return float(self._event.elapsed_time(end._event))
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        return float(self._event.elapsed_time(end._event))
+
+
+Stream: Any = torch.Stream if _GENERIC_STREAMS else _Stream
+Event: Any = torch.Event if _GENERIC_STREAMS else _Event
 
 
 def _privateuse1() -> int:
@@ -183,28 +181,28 @@ def _privateuse1() -> int:
     return 20
 
 
-def _stream(device_index: int, stream_id: int) -> Stream:
+def _stream(device_index: int, stream_id: int) -> Any:
     return Stream(stream_id=stream_id, device_index=device_index, device_type=_privateuse1())
 
 
-def current_stream(device: _Device = None) -> Stream:
+def current_stream(device: _Device = None) -> Any:
     """The calling thread's stream for a device."""
     index = _index(device)
     return _stream(index, _C.current_stream(index))
 
 
-def default_stream(device: _Device = None) -> Stream:
+def default_stream(device: _Device = None) -> Any:
     return _stream(_index(device), 0)
 
 
-def set_stream(stream: Stream) -> None:
+def set_stream(stream: Any) -> None:
     """Makes a stream, and its device, the calling thread's."""
     _C.select_device(stream.device_index)
     _C.set_current_stream(stream.device_index, stream.stream_id)
 
 
 @contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
+def stream(stream: Any) -> Iterator[None]:
     """Makes a stream, and its device, the calling thread's within the block."""
     if stream is None:
         yield
@@ -253,6 +251,10 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 __all__ = [
     "Event",
     "Stream",
+    "_exchange_device",
+    "_is_in_bad_fork",
+    "_lazy_init",
+    "_maybe_exchange_device",
     "current_device",
     "current_stream",
     "default_stream",
@@ -275,8 +277,4 @@ __all__ = [
     "set_stream",
     "stream",
     "synchronize",
-    "_exchange_device",
-    "_is_in_bad_fork",
-    "_lazy_init",
-    "_maybe_exchange_device",
 ]
