@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 
-from tools.base_probe import probe  # noqa: E402
+from base_probe import probe  # noqa: E402
 
 
 def compile_program(target: Path) -> None:
