@@ -3,6 +3,7 @@
 #include <ATen/Base.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/PinTarget.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,6 +13,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <memory>
 #include <mutex>
 
@@ -53,15 +55,21 @@ Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
       ": only dense CPU tensors can be pinned");
   const PinTarget target = requirePinTarget();
   TORCH_INTERNAL_ASSERT(target.allocator != nullptr);
+  const auto bytes = detail::computeStorageNbytes(
+      self.sizes(), self.strides(), self.dtype().itemsize());
   auto storage = Storage(
       Storage::use_byte_size_t(),
-      detail::computeStorageNbytes(
-          self.sizes(), self.strides(), self.dtype().itemsize()),
+      bytes,
       target.allocator,
       /*resizable=*/false);
   auto pinned = at::cpu::empty({0}, self.options())
                     .set_(storage, 0, self.sizes(), self.strides());
-  pinned.copy_(self);
+  if (at::has_internal_overlap(self) == MemOverlap::Yes) {
+    // An expanded tensor. copy_ refuses to write where several elements are one.
+    std::memcpy(pinned.data_ptr(), self.const_data_ptr(), bytes);
+  } else {
+    pinned.copy_(self);
+  }
   return pinned;
 }
 
