@@ -65,7 +65,8 @@ Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
   auto pinned = at::cpu::empty({0}, self.options())
                     .set_(storage, 0, self.sizes(), self.strides());
   if (at::has_internal_overlap(self) == MemOverlap::Yes) {
-    // An expanded tensor. copy_ refuses to write where several elements are one.
+    // An expanded tensor: copy_ refuses to write where several elements are
+    // one.
     std::memcpy(pinned.data_ptr(), self.const_data_ptr(), bytes);
   } else {
     pinned.copy_(self);
