@@ -42,15 +42,15 @@ constexpr uint32_t kLater = UINT32_MAX - 1;
 // What expand() answers with, as the first element of a tuple.
 enum Answer : long {
   kReplaced = 0, // (0, object): this takes its place
-  kParts = 1, // (1, children, label, make or None, fill)
-  kMissed = 2, // (2, path from the object to the tensor, reason or None)
+  kParts = 1,    // (1, children, label, make or None, fill)
+  kMissed = 2,   // (2, path from the object to the tensor, reason or None)
 };
 
 struct Callbacks {
   py::object isPlainType; // (type) -> bool
-  py::object expand; // (object) -> None | tuple
-  py::object missed; // (object, path, reason or None)
-  py::object resisted; // (object, path, exception)
+  py::object expand;      // (object) -> None | tuple
+  py::object missed;      // (object, path, reason or None)
+  py::object resisted;    // (object, path, exception)
 };
 
 enum class Kind : uint8_t { List, Tuple, Dict, Parts, Tensor, Finished };
@@ -161,10 +161,10 @@ class Walk {
 
   static bool isAlwaysPlain(PyTypeObject* type) {
     return type == &PyLong_Type || type == &PyFloat_Type ||
-        type == &PyUnicode_Type || type == &PyBool_Type ||
-        type == Py_TYPE(Py_None) || type == &PyBytes_Type ||
-        type == &PyByteArray_Type || type == &PyComplex_Type ||
-        type == &PyRange_Type || type == &PyMemoryView_Type;
+           type == &PyUnicode_Type || type == &PyBool_Type ||
+           type == Py_TYPE(Py_None) || type == &PyBytes_Type ||
+           type == &PyByteArray_Type || type == &PyComplex_Type ||
+           type == &PyRange_Type || type == &PyMemoryView_Type;
   }
 
   // Whether no object of this type can hold a tensor. Asked once per type and
@@ -191,11 +191,8 @@ class Walk {
     return dict != nullptr && *dict != nullptr && PyDict_GET_SIZE(*dict) > 0;
   }
 
-  uint32_t addNode(
-      PyObject* object,
-      Kind kind,
-      uint32_t parent,
-      uint32_t edgeOfParent) {
+  uint32_t
+  addNode(PyObject* object, Kind kind, uint32_t parent, uint32_t edgeOfParent) {
     Py_INCREF(object);
     Node node;
     node.object = object;
@@ -349,8 +346,7 @@ class Walk {
         return kPlain;
       }
       if (what == kReplaced) {
-        const auto node =
-            addNode(object, Kind::Finished, parent, edgeOfParent);
+        const auto node = addNode(object, Kind::Finished, parent, edgeOfParent);
         nodes_[node].open = false;
         PyObject* replacement = PyTuple_GET_ITEM(answer.ptr(), 1);
         nodes_[node].changed = replacement != object;
@@ -463,8 +459,7 @@ class Walk {
           continue;
         }
         if (node.kind == Kind::Tensor) {
-          node.changed =
-              leaves_[node.leaf].outcome == at::pin::Outcome::Pinned;
+          node.changed = leaves_[node.leaf].outcome == at::pin::Outcome::Pinned;
         } else {
           node.changed = anyChildChanged(node);
         }
@@ -582,8 +577,7 @@ class Walk {
       return;
     }
     if (kind == Kind::Parts) {
-      const auto parts =
-          py::reinterpret_borrow<py::tuple>(nodes_[index].parts);
+      const auto parts = py::reinterpret_borrow<py::tuple>(nodes_[index].parts);
       tolerantly(index, [&] {
         auto children = checked(PyList_GetSlice(
             PyTuple_GET_ITEM(parts.ptr(), 1), 0, PY_SSIZE_T_MAX));
@@ -595,9 +589,10 @@ class Walk {
             PyList_SetItem(children.ptr(), edge.position, child);
           }
         }
-        py::object shell = nodes_[index].result == nullptr
-            ? py::object(py::none())
-            : py::reinterpret_borrow<py::object>(nodes_[index].result);
+        py::object shell =
+            nodes_[index].result == nullptr
+                ? py::object(py::none())
+                : py::reinterpret_borrow<py::object>(nodes_[index].result);
         setResult(nodes_[index], parts[4](shell, children));
       });
       return;
@@ -642,8 +637,7 @@ class Walk {
                 .ptr();
         node.filled = true;
       } else if (
-          cyclic_ && !childrenAreThere(index) &&
-          resultOf(index) != nullptr) {
+          cyclic_ && !childrenAreThere(index) && resultOf(index) != nullptr) {
         postponed.push_back(index);
       } else {
         fill(index);
@@ -717,10 +711,9 @@ void initPinBatchBindings(PyObject* module) {
   m.def("_pin_treatment", torch::wrap_pybind_function(treatment));
   m.def(
       "_select_pin_device",
-      torch::wrap_pybind_function_no_gil(
-          [](int64_t index) {
-            at::pin::selectPinDevice(static_cast<c10::DeviceIndex>(index));
-          }));
+      torch::wrap_pybind_function_no_gil([](int64_t index) {
+        at::pin::selectPinDevice(static_cast<c10::DeviceIndex>(index));
+      }));
   m.def(
       "_empty_host_cache",
       torch::wrap_pybind_function_no_gil(at::pin::emptyHostCache));

@@ -101,10 +101,8 @@ bool isSparseSpan(const at::Tensor& tensor, const Extent& extent) {
 }
 
 // The tensor `source` over other memory: everything it is except its data.
-at::Tensor over(
-    const at::Tensor& source,
-    c10::Storage storage,
-    size_t offsetInBytes) {
+at::Tensor
+over(const at::Tensor& source, c10::Storage storage, size_t offsetInBytes) {
   auto* impl = source.unsafeGetTensorImpl();
   auto copy = impl->shallow_copy_and_detach(
       /*version_counter=*/c10::VariableVersion(0),
@@ -293,8 +291,7 @@ class BatchPinner {
       for (const auto i : byBegin) {
         // Stretches that touch become one, so that narrow() of one tensor and
         // the next part of it stay neighbours.
-        if (stretches.empty() ||
-            extents[i].begin > stretches.back().from.end) {
+        if (stretches.empty() || extents[i].begin > stretches.back().from.end) {
           stretches.push_back({extents[i], 0, {}});
         }
         auto& stretch = stretches.back();
@@ -303,8 +300,8 @@ class BatchPinner {
       }
       for (auto& stretch : stretches) {
         total = (total + kIntervalAlignment - 1) / kIntervalAlignment *
-                kIntervalAlignment +
-            stretch.from.begin % kWidestElement;
+                    kIntervalAlignment +
+                stretch.from.begin % kWidestElement;
         stretch.to = total;
         total += stretch.from.size();
       }
@@ -320,10 +317,10 @@ class BatchPinner {
         }
         for (const auto i : stretch.members) {
           auto& leaf = *members[i];
-          leaf.pinned =
-              over(leaf.source,
-                   storage,
-                   stretch.to + extents[i].begin - stretch.from.begin);
+          leaf.pinned = over(
+              leaf.source,
+              storage,
+              stretch.to + extents[i].begin - stretch.from.begin);
           if (sparse) {
             copyElements(leaf);
           }

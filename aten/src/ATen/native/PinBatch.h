@@ -6,10 +6,10 @@
 // rebuilds the batch around what came out. No Python in here, no lock, and no
 // lazily made static object: a process may be forked at any moment of it.
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
@@ -20,8 +20,8 @@ namespace at::pin {
 
 enum class Outcome : uint8_t {
   Unvisited,
-  Pinned, // `pinned` holds the copy
-  AsItIs, // pinned already, or of no concern
+  Pinned,  // `pinned` holds the copy
+  AsItIs,  // pinned already, or of no concern
   Refused, // the accelerator would not; the source is what is delivered
 };
 

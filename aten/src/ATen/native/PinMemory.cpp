@@ -78,9 +78,7 @@ Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
 
 // Runs the accelerator's own kernel of `name`, if it has one.
 template <typename Return>
-std::optional<Return> accelerator_kernel(
-    const char* name,
-    const Tensor& self) {
+std::optional<Return> accelerator_kernel(const char* name, const Tensor& self) {
   const auto accelerator = at::getAccelerator(/*checked=*/false);
   if (!accelerator.has_value()) {
     return std::nullopt;
@@ -183,6 +181,10 @@ Tensor empty_strided(
 std::mutex registrationMutex;
 std::unique_ptr<torch::Library> pinKernels;
 std::unique_ptr<torch::Library> factoryKernels;
+// Where memory is does not depend on how its bits are read; the base's fallback
+// would ask about a resolved copy, which is never pinned.
+std::unique_ptr<torch::Library> conjugateKernels;
+std::unique_ptr<torch::Library> negativeKernels;
 
 // Drops warnings; the dispatcher reports an overridden kernel as one.
 class QuietHandler final : public c10::WarningHandler {
@@ -197,8 +199,8 @@ bool baseAnswers(const char* name) {
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
 #else
   return op.dumpState().find(
-             "BackendSelect: registered at aten/src/ATen/RegisterBackendSelect.cpp") !=
-      std::string::npos;
+             "BackendSelect: registered at "
+             "aten/src/ATen/RegisterBackendSelect.cpp") != std::string::npos;
 #endif
 }
 
@@ -234,12 +236,28 @@ void registerPinKernels() {
       torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   factoryKernels->impl("empty.memory_format", TORCH_FN(empty_memory_format));
   factoryKernels->impl("empty_strided", TORCH_FN(empty_strided));
+  conjugateKernels = std::make_unique<torch::Library>(
+      torch::Library::IMPL,
+      "aten",
+      c10::DispatchKey::Conjugate,
+      __FILE__,
+      __LINE__);
+  conjugateKernels->impl("is_pinned", torch::CppFunction::makeFallthrough());
+  negativeKernels = std::make_unique<torch::Library>(
+      torch::Library::IMPL,
+      "aten",
+      c10::DispatchKey::Negative,
+      __FILE__,
+      __LINE__);
+  negativeKernels->impl("is_pinned", torch::CppFunction::makeFallthrough());
 }
 
 void deregisterPinKernels() {
   std::lock_guard<std::mutex> lock(registrationMutex);
   pinKernels.reset();
   factoryKernels.reset();
+  conjugateKernels.reset();
+  negativeKernels.reset();
 }
 
 } // namespace at::pin
