@@ -37,32 +37,35 @@ std::string backendName(c10::DeviceType type) {
   return c10::DeviceTypeName(type, /*lower_case=*/true);
 }
 
-// Whether a kernel that is not the base's (nor ours, which never sits there)
-// answers for `name` before the CPU kernel does.
+// Whether a kernel that is neither the base's nor ours answers for `name`.
 bool overriddenByBackend(const char* name) {
   auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   if (!op.has_value()) {
     return false;
   }
 #if TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
-  return op->hasKernelForDispatchKey(c10::DispatchKey::BackendSelect);
+  if (op->hasKernelForDispatchKey(c10::DispatchKey::BackendSelect)) {
+    return true;
+  }
+  const std::string head = "\nCPU: registered at ";
 #else
   if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
     return true;
   }
-  // The base registers a BackendSelect kernel, torchpin overrides it, and a
-  // vendor may override both. The dispatcher tells only in its dump who is
-  // active: the first line for the key, with the file that registered it.
+  const std::string head = "\nBackendSelect: registered at ";
+#endif
+  // A vendor may have overridden the kernel that torchpin registered at the
+  // same key. The dispatcher tells only in its dump who is active: the first
+  // line for the key, with the file that registered it.
   const std::string dump = op->dumpState();
-  const std::string head = "BackendSelect: registered at ";
   const auto at = dump.find(head);
   if (at == std::string::npos) {
     return false;
   }
-  const std::string line = dump.substr(at, dump.find('\n', at) - at);
-  return line.find("RegisterBackendSelect.cpp") == std::string::npos &&
-      line.find("ATen/native/PinMemory.cpp") == std::string::npos;
-#endif
+  const auto from = at + head.size();
+  const std::string file = dump.substr(from, dump.find(':', from) - from);
+  return file != "aten/src/ATen/native/PinMemory.cpp" &&
+      file.find("RegisterBackendSelect.cpp") == std::string::npos;
 }
 
 bool isPlain(c10::Allocator* allocator) {
