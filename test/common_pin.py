@@ -64,7 +64,7 @@ def _load_accelerator() -> str:
             sys.path.insert(0, folder)
             path = os.environ.get("PYTHONPATH")
             os.environ["PYTHONPATH"] = os.pathsep.join([folder, path] if path else [folder])
-        import torch  # noqa: F401
+        import torch
     else:
         import torch  # noqa: F401
         import torch_refdev  # noqa: F401
