@@ -77,6 +77,7 @@ struct PendingFree {
 struct Device {
   std::atomic<bool> context{false};
   std::array<Stream, kStreamCount> streams;
+  int turn = 0; // the stream that is looked at first
   std::thread engine;
   Clock::time_point engine_busy_until;
   // Set once, before `context`.
@@ -209,7 +210,9 @@ bool step(
     std::unique_lock<std::mutex>& lock,
     Clock::time_point* wake) {
   *wake = Clock::time_point::max();
-  for (Stream& s : device.streams) {
+  for (int i = 0; i < kStreamCount; ++i) {
+    const int index = (device.turn + i) % kStreamCount;
+    Stream& s = device.streams[index];
     if (s.queue.empty() || s.busy) {
       continue;
     }
@@ -271,6 +274,7 @@ bool step(
     }
     lock.lock();
     s.busy = false;
+    device.turn = (index + 1) % kStreamCount;
     finish(d, s);
     d.progress.notify_all();
     return true;
@@ -374,18 +378,18 @@ void reclaim(Device& device) {
       pending.end());
 }
 
-// Waits until `stream` has done `target` ops.
-Status waitFor(
+// Waits until `done()`, on behalf of `stream`. See Note [Exit].
+template <typename Done>
+Status waitUntil(
     Driver& d,
     std::unique_lock<std::mutex>& lock,
     int device,
     int stream,
-    uint64_t target) {
-  Stream& s = d.devices[device].streams[stream];
-  while (s.done < target) {
-    if (d.stopping) {
-      return Status::shutDown;
-    }
+    Done done) {
+  if (d.stopping) {
+    return Status::shutDown;
+  }
+  while (!done() || d.stopping) {
     if (d.holds > 0 && d.holders.count(threadId()) &&
         waitsForHold(d, device, stream)) {
       return Status::held;
@@ -393,6 +397,17 @@ Status waitFor(
     d.progress.wait(lock);
   }
   return Status::ok;
+}
+
+// Waits until `stream` has done `target` ops.
+Status waitFor(
+    Driver& d,
+    std::unique_lock<std::mutex>& lock,
+    int device,
+    int stream,
+    uint64_t target) {
+  const Stream& s = d.devices[device].streams[stream];
+  return waitUntil(d, lock, device, stream, [&] { return s.done >= target; });
 }
 
 // Waits until no copy reads or writes [begin, end) of host memory.
@@ -594,7 +609,6 @@ void shutDown() noexcept {
     std::lock_guard<std::mutex> lock(d.mutex);
     d.stopping = true;
     d.work.notify_all();
-    d.progress.notify_all();
   }
   for (Device& device : d.devices) {
     if (device.engine.joinable()) {
@@ -1084,17 +1098,11 @@ Status synchronizeEvent(const Event& event) noexcept {
   Driver& d = driver();
   std::unique_lock<std::mutex> lock(d.mutex);
   const uint64_t version = event->recorded;
-  while (event->done < version) {
-    if (d.stopping) {
-      return Status::shutDown;
-    }
-    if (d.holds > 0 && d.holders.count(threadId()) &&
-        waitsForHold(d, event->device, event->stream)) {
-      return Status::held;
-    }
-    d.progress.wait(lock);
-  }
-  return Status::ok;
+  return event->done >= version
+             ? Status::ok
+             : waitUntil(d, lock, event->device, event->stream, [&] {
+                 return event->done >= version;
+               });
 }
 
 double elapsedMilliseconds(const Event& begin, const Event& end) noexcept {

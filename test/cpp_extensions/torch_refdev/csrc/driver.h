@@ -14,6 +14,12 @@
 // the time of the call. From pageable host memory the source is staged before
 // the call returns.
 //
+// Note [Exit]
+// At exit the engines finish the op they are at and stop; what has not started
+// is dropped. A thread that waits then is left waiting until the process is
+// gone: to return would take a thread of Python into an interpreter that is
+// gone already.
+//
 // Note [Fork]
 // After a fork the child has no engine threads, and a mutex that another
 // thread of the parent held at that moment stays locked in the child for ever.

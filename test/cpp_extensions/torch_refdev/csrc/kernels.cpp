@@ -14,6 +14,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <memory>
@@ -401,6 +402,11 @@ Tensor& zero(Tensor& self) {
   return fillScalar(self, 0);
 }
 
+void recordStream(Tensor& self, c10::Stream stream) {
+  c10::impl::VirtualGuardImpl(kRefdev).recordDataPtrOnStream(
+      self.storage().data_ptr(), stream);
+}
+
 // Convolutions of a backend come through these two and not the fallback.
 
 Tensor toHost(const Tensor& tensor) {
@@ -536,6 +542,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &localScalarDense);
   m.impl("fill_.Scalar", &fillScalar);
   m.impl("zero_", &zero);
+  m.impl("record_stream", &recordStream);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolutionBackward);
 }

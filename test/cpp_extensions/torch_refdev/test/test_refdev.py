@@ -269,6 +269,7 @@ class TestHostMemory(RefdevTestCase):
         self.assertEqual(torch_refdev.counters()["host_use_reports"], 2)
 
     def test_host_memory_is_reused_after_the_copy(self):
+        torch_refdev.empty_pinned_cache()
         source = pinned(50000, value=1)
         address = source.data_ptr()
         target = source.to("refdev", non_blocking=True)
@@ -776,7 +777,7 @@ class TestProcesses(RefdevTestCase):
                 source = torch.ones(100000, pin_memory=True)
                 {keep}
                 targets = [source.to("refdev", non_blocking=True) for _ in range(10)]
-                targets.append(targets[0].t().clone())
+                targets.append(torch.empty(10, 10, device="refdev").t().clone())
                 side = torch.refdev.Stream()
                 side.wait_stream(torch.refdev.current_stream())
                 waiter = threading.Thread(target=lambda: torch.refdev.synchronize(), daemon=True)

@@ -101,7 +101,8 @@ def hold_copies() -> Iterator[None]:
     """Keeps the engines from starting any copy until the block is left.
 
     Waiting inside for a copy that is held raises :class:`RuntimeError` in the
-    thread that holds, and waits in any other.
+    thread that holds, and waits in any other; so a backward pass, which has
+    threads of its own, may never end inside.
     """
     _C.hold_copies()
     try:
