@@ -1,7 +1,7 @@
 """Builds test/cpp/host_memory_test.cpp and runs its cases.
 
-The cache of page-locked memory knows nothing of PyTorch, so that neither torch nor torchpin is
-needed here: a C++ compiler is all.
+The cache of page-locked memory and the registry of page-locked ranges know nothing of PyTorch, so
+that neither torch nor torchpin is needed here: a C++ compiler is all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "test/cpp/host_memory_test.cpp"
+SOURCES = [SOURCE, ROOT / "aten/src/ATen/HostMemoryRegistry.cpp"]
 CASES = re.findall(r"^    \{\"(\w+)\",", SOURCE.read_text(), re.MULTILINE)
 FAILING = ["careless_reuse"]
 
@@ -25,7 +26,8 @@ def build(target: Path, *flags: str) -> Path:
     assert compiler, "a C++ compiler is needed, as for building torchpin itself"
     command = [compiler, "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", *flags]
     includes = [f"-I{ROOT}", f"-I{ROOT / 'aten/src'}"]
-    subprocess.run([*command, *includes, str(SOURCE), "-o", str(target), "-pthread"], check=True)
+    command += [*includes, *map(str, SOURCES), "-o", str(target), "-pthread"]
+    subprocess.run(command, check=True)
     return target
 
 
@@ -61,7 +63,15 @@ def test_the_copies_notice_memory_that_is_reused_too_early(program: Path) -> Non
     assert "copy.ptr[at] == copy.key" in result.stderr
 
 
-@pytest.mark.parametrize("case", ["threads_and_delayed_copies", "fork_while_threads_work"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "threads_and_delayed_copies",
+        "fork_while_threads_work",
+        "registry_threads",
+        "registry_after_fork",
+    ],
+)
 def test_no_data_race_under_thread_sanitizer(program_tsan: Path, case: str) -> None:
     result = run(program_tsan, case)
     assert result.returncode == 0, result.stderr

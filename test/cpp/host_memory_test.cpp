@@ -1,8 +1,10 @@
-// Tests of the host block cache and of what it is made of, without PyTorch.
+// Tests of the host block cache, of the registry of page-locked ranges and of
+// what they are made of, without PyTorch.
 // Each case is a name on the command line; test/test_host_memory_cpp.py builds
 // this file (plain, and with ThreadSanitizer) and runs the cases. Exit status 0
 // is a pass.
 
+#include <ATen/HostMemoryRegistry.h>
 #include <ATen/core/HostBlockCache.h>
 
 #include <signal.h>
@@ -992,6 +994,301 @@ void careless_reuse() {
   threads_and_copies(true);
 }
 
+// ---- page-locking in place
+
+// A driver that takes whole pages, each of them once.
+struct FakeDriver {
+  std::mutex mutex;
+  std::map<uintptr_t, size_t> locked;
+  std::vector<std::pair<uintptr_t, size_t>> calls;
+  size_t unlocks = 0;
+  size_t refuse_above = SIZE_MAX;
+  size_t granularity = 4096;
+  std::function<void()> on_lock;
+  std::function<void()> on_unlock;
+
+  bool lock(void* ptr, size_t bytes) {
+    if (on_lock) {
+      on_lock();
+    }
+    const auto begin = reinterpret_cast<uintptr_t>(ptr);
+    CHECK(bytes > 0 && begin % granularity == 0 && bytes % granularity == 0);
+    std::lock_guard<std::mutex> guard(mutex);
+    const auto next = locked.lower_bound(begin);
+    CHECK(next == locked.end() || next->first >= begin + bytes);
+    if (next != locked.begin()) {
+      const auto before = std::prev(next);
+      CHECK(before->first + before->second <= begin);
+    }
+    if (bytes > refuse_above) {
+      return false;
+    }
+    locked[begin] = bytes;
+    calls.emplace_back(begin, bytes);
+    return true;
+  }
+
+  void unlock(void* ptr, size_t bytes) {
+    if (on_unlock) {
+      on_unlock();
+    }
+    std::lock_guard<std::mutex> guard(mutex);
+    const auto found = locked.find(reinterpret_cast<uintptr_t>(ptr));
+    CHECK(found != locked.end() && found->second == bytes);
+    locked.erase(found);
+    ++unlocks;
+  }
+
+  bool has(uintptr_t address) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto next = locked.upper_bound(address);
+    return next != locked.begin() &&
+           std::prev(next)->first + std::prev(next)->second > address;
+  }
+
+  std::shared_ptr<const at::pin::HostMemoryLocker> locker() {
+    return std::make_shared<const at::pin::HostMemoryLocker>(
+        at::pin::HostMemoryLocker{
+            [this](void* ptr, size_t bytes) { return lock(ptr, bytes); },
+            [this](void* ptr, size_t bytes) { unlock(ptr, bytes); },
+            granularity});
+  }
+};
+
+// Addresses are only looked at, so no memory is needed.
+constexpr uintptr_t kArena = uintptr_t{1} << 40;
+
+const void* at(size_t offset) {
+  return reinterpret_cast<const void*>(kArena + offset);
+}
+
+void registrations_are_counted() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(locker, at(100), 0);
+  CHECK(driver.calls.empty());
+  registry.register_range(locker, at(8192), 8192);
+  registry.register_range(locker, at(8192), 8192);
+  CHECK(driver.calls.size() == 1 && registry.count(at(8192), 8192) == 2);
+  CHECK(registry.covers(at(8192), 8192) && !registry.covers(at(8192), 8193));
+  CHECK(!registry.covers(at(8191), 1) && !registry.covers(at(16384), 1));
+  CHECK(registry.totals() == std::make_pair(size_t{1}, size_t{8192}));
+  CHECK(!registry.unregister_range(at(8192), 4096));
+  CHECK(registry.unregister_range(at(8192), 8192));
+  CHECK(driver.locked.size() == 1);
+  CHECK(registry.unregister_range(at(8192), 8192));
+  CHECK(driver.locked.empty() && !registry.covers(at(8192), 1));
+  CHECK(!registry.unregister_range(at(8192), 8192));
+  // The memory goes away and its address is used again.
+  registry.register_range(locker, at(8192), 8192);
+  registry.register_range(locker, at(8192), 8192);
+  registry.forget_range(at(8192), 8192);
+  CHECK(driver.locked.empty() && registry.count(at(8192), 8192) == 0);
+  registry.register_range(locker, at(8192), 8192);
+  CHECK(driver.locked.size() == 1);
+  CHECK(registry.unregister_range(at(8192), 8192));
+  CHECK(driver.calls.size() == 3 && driver.unlocks == 3);
+}
+
+void buffers_that_share_a_page() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  // a: pages 0 to 4, b: pages 4 to 8, c: within page 4 between them.
+  const size_t a = 4 * 4096 + 100 - 64;
+  registry.register_range(locker, at(64), a);
+  registry.register_range(locker, at(4 * 4096 + 2000), 4 * 4096);
+  registry.register_range(locker, at(4 * 4096 + 500), 100);
+  CHECK(registry.covers(at(64), a) && registry.covers(at(4 * 4096 + 500), 100));
+  CHECK(registry.covers(at(4 * 4096 + 2000), 4 * 4096));
+  // What lies in the page but belongs to nobody is not registered.
+  CHECK(!registry.covers(at(0), 64) && !registry.covers(at(63), 2));
+  CHECK(!registry.covers(at(4 * 4096 + 100), 1));
+  CHECK(!registry.covers(at(4 * 4096 + 599), 2));
+  CHECK(registry.unregister_range(at(64), a));
+  // All of a but the page that the others need.
+  CHECK(!driver.has(kArena) && !driver.has(kArena + 3 * 4096));
+  CHECK(driver.has(kArena + 4 * 4096));
+  CHECK(!registry.covers(at(64), a));
+  CHECK(!registry.covers(at(4 * 4096 + 50), 1));
+  CHECK(registry.covers(at(4 * 4096 + 2000), 4 * 4096));
+  CHECK(registry.unregister_range(at(4 * 4096 + 2000), 4 * 4096));
+  CHECK(driver.locked.size() == 1 && driver.has(kArena + 4 * 4096));
+  CHECK(registry.unregister_range(at(4 * 4096 + 500), 100));
+  CHECK(driver.locked.empty());
+}
+
+void views_and_wholes() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(locker, at(10 * 4096), 3 * 4096);
+  registry.register_range(locker, at(0), 40 * 4096);
+  registry.register_range(locker, at(5 * 4096 + 8), 4096);
+  CHECK(driver.calls.size() == 3);
+  CHECK(registry.covers(at(0), 40 * 4096));
+  CHECK(registry.unregister_range(at(0), 40 * 4096));
+  CHECK(registry.covers(at(10 * 4096), 3 * 4096));
+  CHECK(registry.covers(at(5 * 4096 + 8), 4096));
+  CHECK(!registry.covers(at(0), 40 * 4096));
+  CHECK(registry.unregister_range(at(5 * 4096 + 8), 4096));
+  CHECK(registry.unregister_range(at(10 * 4096), 3 * 4096));
+  CHECK(driver.locked.empty());
+}
+
+void large_ranges_go_in_chunks() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry(64 * kKiB);
+  registry.register_range(locker, at(12), 300 * kKiB);
+  size_t sum = 0;
+  for (const auto& call : driver.calls) {
+    CHECK(call.second <= 64 * kKiB);
+    sum += call.second;
+  }
+  CHECK(sum == 304 * kKiB && registry.covers(at(12), 300 * kKiB));
+  CHECK(registry.unregister_range(at(12), 300 * kKiB));
+  CHECK(driver.locked.empty());
+  // The last page is refused: everything before it is undone.
+  for (const size_t bad : {size_t{4096}, 64 * kKiB}) {
+    driver.calls.clear();
+    driver.on_lock = [&] {
+      if (driver.calls.size() == 3) {
+        throw std::runtime_error("limit reached");
+      }
+    };
+    bool thrown = false;
+    try {
+      registry.register_range(locker, at(0), 3 * 64 * kKiB + bad);
+    } catch (const at::pin::HostMemoryRefused& error) {
+      thrown = true;
+      const std::string text = error.what();
+      CHECK(text.find("limit reached") != std::string::npos);
+      CHECK(
+          text.find(std::to_string(3 * 64 * kKiB + bad) + " bytes") !=
+          std::string::npos);
+    }
+    driver.on_lock = nullptr;
+    CHECK(thrown && driver.locked.empty());
+    CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
+    CHECK(!registry.covers(at(0), 1));
+    // And it can be tried again.
+    registry.register_range(locker, at(0), 3 * 64 * kKiB + bad);
+    CHECK(registry.unregister_range(at(0), 3 * 64 * kKiB + bad));
+    CHECK(driver.locked.empty());
+  }
+  driver.refuse_above = 100;
+  bool thrown = false;
+  try {
+    registry.register_range(locker, at(0), 4096);
+  } catch (const at::pin::HostMemoryRefused&) {
+    thrown = true;
+  }
+  CHECK(thrown && driver.locked.empty());
+}
+
+void a_driver_that_takes_any_range() {
+  FakeDriver driver;
+  driver.granularity = 1;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(locker, at(100), 50);
+  registry.register_range(locker, at(120), 50);
+  registry.register_range(locker, at(4000), 5000);
+  CHECK(driver.calls.size() == 3 && driver.calls[1].second == 20);
+  CHECK(registry.unregister_range(at(100), 50));
+  CHECK(driver.has(kArena + 125) && driver.has(kArena + 160));
+  CHECK(registry.unregister_range(at(120), 50));
+  CHECK(registry.unregister_range(at(4000), 5000));
+  CHECK(driver.locked.empty());
+}
+
+void unlock_that_throws() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(locker, at(0), 8192);
+  driver.on_unlock = [] { throw std::runtime_error("driver shut down"); };
+  CHECK(registry.unregister_range(at(0), 8192));
+  CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
+}
+
+void registry_after_fork() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(locker, at(64), 40000);
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop.load()) {
+      registry.register_range(locker, at(kMiB), 8192);
+      registry.unregister_range(at(kMiB), 8192);
+    }
+  });
+  for (int i = 0; i < 40; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      CHECK(!registry.covers(at(64), 1));
+      CHECK(!registry.unregister_range(at(64), 40000));
+      registry.forget_range(at(64), 40000);
+      CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
+      FakeDriver own;
+      registry.register_range(own.locker(), at(64), 40000);
+      CHECK(registry.covers(at(64), 40000));
+      CHECK(registry.unregister_range(at(64), 40000) && own.locked.empty());
+      _exit(0);
+    }
+    CHECK(exit_status(child) == 0);
+  }
+  stop = true;
+  busy.join();
+  CHECK(registry.covers(at(64), 40000));
+  CHECK(registry.unregister_range(at(64), 40000) && driver.locked.empty());
+}
+
+// Overlapping ranges from several threads. The driver checks that no page is
+// locked twice; each thread checks that its own range is locked while it has
+// it.
+void registry_threads() {
+  FakeDriver driver;
+  const auto locker = driver.locker();
+  at::pin::HostMemoryRegistry registry(64 * kKiB);
+  std::atomic<int> refused{0};
+  std::atomic<int> calls{0};
+  driver.on_lock = [&] {
+    if (++calls % 97 == 0) {
+      throw std::runtime_error("now and then");
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      for (int i = 0; i < 1500; ++i) {
+        const size_t offset = random() % 40 * 2048 + (i % 2 ? 0 : 64);
+        const size_t bytes = 1 + random() % (i % 10 ? 9000 : 200000);
+        try {
+          registry.register_range(locker, at(offset), bytes);
+        } catch (const at::pin::HostMemoryRefused&) {
+          ++refused;
+          continue;
+        }
+        CHECK(driver.has(kArena + offset));
+        CHECK(driver.has(kArena + offset + bytes - 1));
+        CHECK(registry.covers(at(offset), bytes));
+        CHECK(registry.unregister_range(at(offset), bytes));
+      }
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  CHECK(refused.load() > 10);
+  CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
+}
+
 const std::map<std::string, void (*)()> cases = {
     {"size_classes", size_classes},
     {"page_map", page_map},
@@ -1024,6 +1321,14 @@ const std::map<std::string, void (*)()> cases = {
     {"fork_while_threads_work", fork_while_threads_work},
     {"threads_and_delayed_copies", threads_and_delayed_copies},
     {"careless_reuse", careless_reuse},
+    {"registrations_are_counted", registrations_are_counted},
+    {"buffers_that_share_a_page", buffers_that_share_a_page},
+    {"views_and_wholes", views_and_wholes},
+    {"large_ranges_go_in_chunks", large_ranges_go_in_chunks},
+    {"a_driver_that_takes_any_range", a_driver_that_takes_any_range},
+    {"unlock_that_throws", unlock_that_throws},
+    {"registry_after_fork", registry_after_fork},
+    {"registry_threads", registry_threads},
 };
 
 } // namespace
