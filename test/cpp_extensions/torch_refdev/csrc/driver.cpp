@@ -283,6 +283,8 @@ bool step(
 }
 
 void engineLoop(int index) {
+  pthread_setname_np(
+      pthread_self(), ("refdev_engine" + std::to_string(index)).c_str());
   Driver& d = driver();
   Device& device = d.devices[index];
   std::unique_lock<std::mutex> lock(d.mutex);
@@ -920,7 +922,7 @@ Status copy(
                   : d.copies_staged);
   }
   Op op(Op::Kind::copy);
-  op.held_back = user;
+  op.held_back = user && !(on_devices && to == from);
   op.destination = to >= 0 ? kernelAddress(destination) : destination;
   op.source = from >= 0 ? kernelAddress(source) : source;
   op.bytes = bytes;
@@ -931,7 +933,8 @@ Status copy(
   const bool capture = !locked && to >= 0;
   const bool wait = blocking == Blocking::yes || (!locked && to < 0);
   const bool undisturbed =
-      !user || (d.holds == 0 && settings.delay == 0 && settings.bandwidth == 0);
+      !op.held_back ||
+      (d.holds == 0 && settings.delay == 0 && settings.bandwidth == 0);
   if ((wait || capture) && undisturbed && runIfIdle(d, lock, s, [&] {
         std::memcpy(op.destination, op.source, op.bytes);
       })) {

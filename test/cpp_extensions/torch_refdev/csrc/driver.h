@@ -100,7 +100,8 @@ int newStream() noexcept;
 
 enum class Blocking { no, yes };
 // `internal`: moves data for an operator that is computed on the host, which
-// stands for a kernel: neither delayed, held nor counted.
+// stands for a kernel: neither delayed, held nor counted. A copy within one
+// device is a kernel, too, but counted.
 enum class Traffic { user, internal };
 
 // Source and destination are any two of device and host memory. On return
@@ -135,7 +136,8 @@ Status synchronizeEvent(const Event& event) noexcept;
 // not.
 double elapsedMilliseconds(const Event& begin, const Event& end) noexcept;
 
-// Settings for tests.
+// Settings for tests. Delay, bandwidth and holds are for copies from or to host
+// memory or between devices.
 void setCopyDelay(double seconds) noexcept;
 // Bytes per second; 0: as fast as the CPU copies.
 void setCopyBandwidth(double bytes_per_second) noexcept;

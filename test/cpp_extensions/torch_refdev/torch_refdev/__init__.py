@@ -81,7 +81,8 @@ def _autoload() -> None:
 def set_copy_delay(seconds: float) -> None:
     """Makes every copy begin ``seconds`` after its turn in its stream has come.
 
-    Data that the CPU moves to compute an operator is not delayed.
+    Not delayed: data that the CPU moves to compute an operator, and copies within
+    one device, which stand for kernels. This is so for bandwidth and holds, too.
     """
     _C.set_copy_delay(seconds)
 
