@@ -1,4 +1,7 @@
-"""``python -m torchpin``: what is active in this environment, and why not where it is not."""
+"""``python -m torchpin``: what is active in this environment, and why not where it is not.
+
+``python -m torchpin bench`` measures instead, see ``torchpin.bench``.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,16 @@ def report() -> list[tuple[str, str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bench"]:
+        from torchpin.bench import command
+
+        return command.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m torchpin",
         description="Prints what torchpin does in this environment, and why not where it does not.",
+        epilog="`python -m torchpin bench` measures stock PyTorch against torchpin on this machine; "
+        "`python -m torchpin bench --help` says what can be chosen.",
     )
     parser.add_argument(
         "--import",
