@@ -120,7 +120,10 @@ def _interpreter(base: str, newest: str | None) -> str:
     for name in names:
         path = shutil.which(name)
         # Run it: a version manager leaves programs of this name that only say what is missing.
-        if path and subprocess.run([path, "-c", "import ensurepip, venv"]).returncode == 0:
+        if path is None:
+            continue
+        command = [path, "-c", "import ensurepip, venv"]
+        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0:
             return path
     raise EnvironmentFailure(
         f"PyTorch {base} has no wheel for Python {sys.version_info[0]}.{sys.version_info[1]}; "
