@@ -265,6 +265,7 @@ class TestHostMemory(RefdevTestCase):
                 del source
                 reused = pinned(50000, value=2)
                 self.assertNotEqual(reused.data_ptr(), address)
+            stream.synchronize()
             self.assertEqual(target.cpu(), torch.ones(50000))
         self.assertEqual(torch_refdev.counters()["host_use_reports"], 2)
 

@@ -71,7 +71,7 @@ def _register() -> None:
             if name not in ("is_available", "current_device"):
                 setattr(registered, name, getattr(module, name))
     torch._register_device_module("refdev", registered)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def _autoload() -> None:
