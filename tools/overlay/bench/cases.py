@@ -68,6 +68,9 @@ class Case:
         collate: ``"default"`` stacks samples; ``"clone"`` is a function that takes the one sample of a
             batch and clones its tensors.
         start_method: how workers start; empty: Python's default.
+        distinct: so many samples lie in memory, and come again and again. One stays in the caches of
+            the CPU, so that the loader is what is measured; many have to be fetched from memory, which
+            all ways have in common.
         prefetch: batches that each worker makes ahead.
         ways: what to measure besides what the command line asks for.
         promised: least ratio to stock that the project promises, by way.
@@ -84,6 +87,7 @@ class Case:
     collate: Collate = "default"
     start_method: str = ""
     prefetch: int = 2
+    distinct: int = 1
     ways: tuple[str, ...] = ()
     promised: Mapping[str, float] = field(default_factory=dict)
     sweep: str = ""
@@ -135,6 +139,7 @@ def own_case(
     start_method: str,
     prefetch: int,
     decode: bool,
+    distinct: int,
 ) -> Case:
     """A case from the choices of the command line.
 
@@ -159,6 +164,7 @@ def own_case(
         "jpeg" if decode else "resident",
         start_method=start_method,
         prefetch=prefetch,
+        distinct=distinct,
     )
     check_memory(case)
     return case

@@ -95,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensors", type=_whole, metavar="N", help="so many of each shape [1]")
     add("--batch-size", type=_whole, metavar="N", help="samples in a batch [64]")
     add("--records", choices=cases.RECORDS, help="what samples and batches are [list]")
+    add(
+        "--distinct",
+        type=_whole,
+        metavar="N",
+        help="samples that lie in memory; one stays in the CPU's caches, many do not [1]",
+    )
     add("--decode", action="store_true", help="samples are JPEG files, decoded with Pillow")
     add("--latents", action="store_true", help="the batch of a fine-tuning run with cached latents")
     add = parser.add_argument_group("the loader; also for --preset and --sweep").add_argument
@@ -154,7 +160,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: if its choices do not go together.
     """
-    own = ("shape", "dtype", "tensors", "batch_size", "records", "decode", "latents")
+    own = ("shape", "dtype", "tensors", "batch_size", "records", "distinct", "decode", "latents")
     given = [f"--{name.replace('_', '-')}" for name in own if getattr(options, name)]
     loader = {
         name: value
@@ -188,6 +194,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             start_method=options.start_method or "",
             prefetch=options.prefetch or 2,
             decode=options.decode,
+            distinct=options.distinct or 1,
         )
     ]
 

@@ -64,7 +64,7 @@ class Resident(Dataset[Any]):
         if not self.samples:
             self.samples = [
                 _as_record(self.case, [_value(field, number) for field in self.case.fields])
-                for number in range(self.case.batch_size)
+                for number in range(self.case.distinct)
             ]
         return self.samples[index % len(self.samples)]
 

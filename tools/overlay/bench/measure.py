@@ -37,7 +37,7 @@ def _accelerator() -> dict[str, Any]:
     from torch.utils.data._utils import pin_target
 
     name, missing = pin_target.what_is_missing()
-    module = getattr(torch, name or "", None)
+    module: Any = getattr(torch, name or "", None)
     device = ""
     if hasattr(module, "get_device_name"):
         device = str(module.get_device_name(0))
@@ -61,8 +61,10 @@ def _counts() -> dict[str, Any]:
 
     if not torchpin.is_enabled():
         return {}
-    from torch.utils.data._utils import transport
-
+    try:
+        from torch.utils.data._utils import transport
+    except ImportError:
+        return {}
     counts: dict[str, Any] = transport.total.as_dict()
     return counts
 

@@ -42,7 +42,7 @@ class WayResult:
 
     @property
     def rate(self) -> float:
-        return statistics.median(self.rates())
+        return float(statistics.median(self.rates()))
 
     @property
     def bytes(self) -> int:
@@ -59,8 +59,8 @@ class WayResult:
     @property
     def cpu_ms(self) -> float:
         """CPU milliseconds of the main process, all its threads, for one batch."""
-        return 1000 * statistics.median(
-            one["cpu_seconds"] / one["batches"] for one in self.measurements
+        return 1000 * float(
+            statistics.median(one["cpu_seconds"] / one["batches"] for one in self.measurements)
         )
 
     @property

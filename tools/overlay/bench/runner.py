@@ -226,8 +226,8 @@ class Runner:
         request = {"action": "images", "case": case.to_json(), "folder": str(folder)}
         if case.load == "jpeg":
             answer = self._ask(cases.STOCK, request, 60)
-            for way in result.ways.values():
-                way.failed = answer.get("failed", "")
+            for measured in result.ways.values():
+                measured.failed = answer.get("failed", "")
         for number in range(self._settings.rounds):
             # The first of a round is not always the same one.
             for way in ways if number % 2 == 0 else reversed(ways):

@@ -19,7 +19,7 @@ _PIN_THREADS: Final = 4
 
 
 def _loader(case: Case, dataset: Any, accelerator: str, pin_memory: bool = True) -> Iterator[Any]:
-    several = {
+    several: dict[str, Any] = {
         "prefetch_factor": case.prefetch,
         "multiprocessing_context": case.start_method or None,
     }
