@@ -541,6 +541,7 @@ at::Generator& cpuTwin(const at::Generator& generator) {
 
 void registerHooks() {
   setPageableIsAsync(broken("async_pageable"));
+  defaultGenerator(0);
   if (broken("no_hooks") || broken("python_hooks")) {
     return;
   }

@@ -134,10 +134,13 @@ std::atomic<int> next_stream{0};
 Settings settings;
 thread_local int current_device = 0;
 
-// Never destroyed: threads may use it until the process is gone.
+// Made when the library is loaded, so that init() is a flag and no child can be
+// forked in the middle of it. Never destroyed: threads may use it until the
+// process is gone.
+Driver* const the_driver = new Driver();
+
 Driver& driver() {
-  static Driver* instance = new Driver();
-  return *instance;
+  return *the_driver;
 }
 
 int64_t threadId() {
@@ -479,6 +482,13 @@ void forkedChild() {
   }
 }
 
+const bool handlers_registered = [] {
+  pthread_atfork(nullptr, nullptr, forkedChild);
+  // After libtorch's own handlers, so it runs before them.
+  std::atexit([] { shutDown(); });
+  return true;
+}();
+
 Status addRange(Driver& d, LockedRange range) {
   const uintptr_t first = pageFloor(range.begin);
   const auto bytes = static_cast<int64_t>(range.page_end - first);
@@ -580,17 +590,9 @@ Status init() noexcept {
   if (forked_flag) {
     return Status::forked;
   }
-  if (initialized_flag) {
-    return Status::ok;
-  }
-  static std::once_flag once;
-  std::call_once(once, [] {
-    driver();
-    pthread_atfork(nullptr, nullptr, forkedChild);
-    // Registered after libtorch's own handlers, so it runs before them.
-    std::atexit([] { shutDown(); });
+  if (!initialized_flag) {
     initialized_flag = true;
-  });
+  }
   return Status::ok;
 }
 

@@ -42,7 +42,10 @@ struct DriverMemory {
 
 using HostMemory = at::pin::CachingHostMemory<DriverMemory>;
 
+// Made when the library is loaded: a child that is forked while a thread makes
+// it would wait for that thread for ever.
 const bool installed = [] {
+  HostMemory::instance();
   HostMemory::install(kRefdev);
   return true;
 }();
