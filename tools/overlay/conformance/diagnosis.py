@@ -70,17 +70,16 @@ def examine(backend: Backend) -> dict[str, Any]:
         "torchpin is switched on",
         f"it is off: {_overlay.why_off()}",
     )
-    found = torch._C._get_accelerator().type
+    found, lack, *_ = _C._pin_target(initialize=False)
     require(
         found == backend.name,
         f"the registration of {backend.name!r} as an accelerator (with --import MODULE where PyTorch "
         "does not load the backend by itself)",
         f"the current accelerator is {backend.name!r}",
-        "there is no accelerator" if found == "cpu" else f"it is {found!r}",
+        "there is no accelerator" if found is None else f"it is {found!r}",
     )
     step("asking what the backend lacks")
     _, missing = pin_target.what_is_missing()
-    _, lack, *_ = _C._pin_target(initialize=False)
     require(
         missing is None,
         _HOOK_FOR_LACK.get(lack, Hook.MODULE),

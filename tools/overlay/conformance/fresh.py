@@ -37,7 +37,11 @@ def _write(record: dict[str, Any]) -> None:
 
 
 def run_fresh(
-    environment: dict[str, str], function: Callable[..., Any], hook: str, expected: str
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    hook: str,
+    expected: str,
+    seconds: float = _SECONDS,
 ) -> Any:
     """What ``function`` returns in a fresh process, which has to be fit for JSON.
 
@@ -46,6 +50,7 @@ def run_fresh(
         function: of a module of this suite, by its name.
         hook: responsible if the process ends in another way than by returning.
         expected: what the process shall do, for the same case.
+        seconds: after which it is ended.
 
     Raises:
         Nonconformance: what was raised in the process, or how it ended instead.
@@ -68,12 +73,12 @@ def run_fresh(
         )
         ending = None
         try:
-            output, _ = process.communicate(timeout=_SECONDS)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             # With everything that it has forked, which holds the pipe open.
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            ending = f"it was not done after {_SECONDS} seconds"
+            ending = f"it was not done after {seconds} seconds"
         records = [json.loads(line) for line in log]
     place = next((record["step"] for record in reversed(records) if "step" in record), "starting")
     for record in records:

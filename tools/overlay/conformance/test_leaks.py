@@ -27,7 +27,15 @@ def require_no_leak(
     what: str,
     counts: tuple[int, int] = (_WARM_UP, _ROUNDS),
 ) -> None:
-    """Runs ``rounds(count)`` to warm up, then in earnest, and compares what is held after each."""
+    """Runs ``rounds(count)`` to warm up, then in earnest, and compares what is held after each.
+
+    Args:
+        backend: the accelerator.
+        rounds: does so many rounds.
+        hook: responsible for descriptors and threads. Memory is the deleter's.
+        what: a round, for the message.
+        counts: rounds to warm up, and in earnest.
+    """
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -45,10 +53,11 @@ def require_no_leak(
     rounds(counts[1])
     after = held()
     for name, value in before.items():
-        allowed = _KEPT_BYTES if name.startswith("bytes") else 0
+        memory = name.startswith("bytes")
+        allowed = _KEPT_BYTES if memory else 0
         require(
             after[name] - value <= allowed,
-            hook,
+            Hook.DELETER if memory else hook,
             f"{counts[1]} rounds of {what} leave no more {name} than {counts[0]} did ({value}"
             + (f", and {allowed} for a cache)" if allowed else ")"),
             after[name],
@@ -70,7 +79,7 @@ def test_pinning_copying_and_freeing_leaks_nothing(backend: Backend) -> None:
             if number % 8 == 7:
                 backend.synchronize()
 
-    require_no_leak(backend, rounds, Hook.DELETER, "pinning, copying and freeing 1 MiB")
+    require_no_leak(backend, rounds, Hook.ALLOCATOR, "pinning, copying and freeing 1 MiB")
 
 
 @responsible(Hook.LOADER)

@@ -93,6 +93,21 @@ def test_view_of_pinned_memory_is_pinned(backend: Backend, view: str) -> None:
 
 
 @responsible(Hook.IS_PINNED)
+@pytest.mark.parametrize("first", [1, 100, 4096, 99_999])
+def test_any_address_in_pinned_memory_is_pinned(backend: Backend, first: int) -> None:
+    """Tensors made of an address inside pinned memory, by other libraries, count as pinned."""
+    owner = torch.empty(100_000, dtype=torch.uint8, pin_memory=True)
+    if not torch.from_numpy(owner.numpy()).is_pinned():
+        not_tried("this PyTorch asks the storage whether it is pinned, not the address")
+    require(
+        torch.from_numpy(owner.numpy()[first:]).is_pinned(),
+        Hook.IS_PINNED,
+        f"a numpy view that begins {first} bytes into pinned memory counts as pinned",
+        "is_pinned() is False",
+    )
+
+
+@responsible(Hook.IS_PINNED)
 @pytest.mark.parametrize("nbytes", [1, 100, 4096, 4097, 100_000, 3 << 20, (40 << 20) + 1])
 def test_first_and_last_byte_of_any_size_are_pinned(backend: Backend, nbytes: int) -> None:
     """Every size can be pinned, and counts as pinned from its first byte to its last."""
