@@ -647,6 +647,12 @@ class TestOperators(RefdevTestCase):
         for device in ("refdev", "refdev:1"):
             self.assertEqual(losses(device), on_cpu, atol=1e-4, rtol=1e-4)
 
+    @unittest.skipIf(BASE < (2, 4), "before 2.4 autocast asks a backend for five functions")
+    def test_autocast_is_accepted(self):
+        x = torch.ones(2, 2, device="refdev")
+        with torch.autocast("refdev", dtype=torch.bfloat16):
+            self.assertEqual((x @ x).cpu(), torch.full((2, 2), 2.0))
+
     def test_backward_touches_only_its_device(self):
         run_script(
             """
