@@ -3,6 +3,9 @@
 A patch to the installed PyTorch's pin-memory internals and DataLoader, active from ``import torch``
 on. ``python -m torchpin`` prints what is active; ``TORCHPIN=0`` in the environment leaves PyTorch as
 it is.
+
+Because of the entry point of ``torchpin.conformance`` pytest would rewrite the assertions here, and
+warn where this module is imported before pytest is: PYTEST_DONT_REWRITE.
 """
 
 # Imported whenever Python starts on releases that need the start-up file, so nothing is imported
