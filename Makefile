@@ -45,7 +45,7 @@ docs: ## the documentation, into docs/build/html; a warning is an error
 	@echo "docs/build/html/index.html"
 
 lint: ## clang-format, ruff and mypy
-	@$(PYTHON) tools/make_env.py --no-build --with lint
+	@$(PYTHON) tools/make_env.py --no-build --with lint --with test
 	@.venv/bin/python tools/lint.py
 
 clean: ## remove what was built; environments stay

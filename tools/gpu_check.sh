@@ -6,6 +6,9 @@
 #
 #   tools/gpu_check.sh [pytest arguments]
 #
+# Without arguments it runs the test files that are written for "the
+# accelerator", those that take its name from test/common_pin.py.
+#
 #   PYTHON=...   another Python than python3
 #   WHEELS=...   a folder of wheels for what that Python lacks (expecttest)
 #   SECONDS_ALLOWED=...   for building and testing together [350]
@@ -79,6 +82,10 @@ echo "== tests on CUDA"
 export TORCHPIN_TEST_ACCELERATOR=cuda
 rest=$((allowed - (SECONDS - started)))
 [ "$rest" -gt 10 ] || fail "no time left for the tests"
+if [ $# -eq 0 ]; then
+  mapfile -t files < <(grep -lwE "ACCELERATOR|accelerator_module" test/test_*.py)
+  set -- "${files[@]}"
+fi
 timeouts=()
 "$inside" -c 'import pytest_timeout' 2>/dev/null && timeouts=(--timeout=120)
 timeout --kill-after=5 "$rest" "$inside" -m pytest -q -p no:cacheprovider \

@@ -195,7 +195,10 @@ def _install_requirements(base: str, text: str, groups: set[str], stamps: _Stamp
     installed = set(stamps.get("groups").split())
     groups = groups | installed
     files = [REQUIREMENTS / f"{group}.txt" for group in sorted(groups)]
-    digest = _digest([REQUIREMENTS / "demo.txt", *files], text)
+    # All groups, since one can name another.
+    digest = _digest(
+        sorted(set(REQUIREMENTS.glob("*.txt")) - set(REQUIREMENTS.glob("torch-*"))), text
+    )
     if stamps.get("requirements") == digest and installed == groups:
         return
     _say(

@@ -77,7 +77,7 @@ def run(base: str, arguments: list[str]) -> Outcome:
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     command = [str(make_env.python(base)), "-m", "pytest", f"--junitxml={report}"]
-    command += [f"--timeout={SECONDS_FOR_ONE_TEST}", *arguments]
+    command += [f"--timeout={SECONDS_FOR_ONE_TEST}", "--durations=8", *arguments]
     print(f"\n== PyTorch {base}: tests", flush=True)
     # In a process group of its own: whatever a test leaves behind ends with it.
     process = subprocess.Popen(
