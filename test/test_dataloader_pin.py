@@ -10,7 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import torch
 import torch.multiprocessing
-from common_pin import ACCELERATOR, Samples, Stream, accelerator_module, run_script
+from common_pin import ACCELERATOR, BASE, Samples, Stream, accelerator_module, run_script
 from torch.testing._internal.common_utils import (
     TestCase,
     instantiate_parametrized_tests,
@@ -513,20 +513,21 @@ class TestNothingToPinFor(TestCase):
 
 class TestSwitching(TestCase):
     def test_iterator_that_is_under_way_when_torchpin_is_switched_off(self):
+        # The pin thread goes on as it was made. Without workers there is no thread, and the base
+        # pins the rest its own way, if it can.
         run_script(
-            """
+            f"""
             import torch, torch_refdev, torchpin
             from torch.utils.data import DataLoader
             from common_pin import Samples
-            for workers in (0, 2):
+            for workers in {[0, 2] if BASE >= (2, 7) else [2]}:
                 iterator = iter(DataLoader(Samples(), num_workers=workers, pin_memory=True))
                 assert next(iterator)[0].is_pinned()
                 torchpin.disable()
                 rest = list(iterator)
-                assert len(rest) == 7
                 assert [int(i) for _, i in rest] == list(range(1, 8))
                 torchpin.enable()
-                assert all(value.is_pinned() for value, _ in rest[-1:]), workers
+                assert all(value.is_pinned() for value, _ in rest), workers
                 fresh = list(DataLoader(Samples(), num_workers=workers, pin_memory=True))
                 assert all(value.is_pinned() for value, _ in fresh)
             """

@@ -487,7 +487,7 @@ class TestReport(TestCase):
         lines = self.report(accelerator=None)
         self.assertTrue(lines["torchpin"].endswith(", on"), lines["torchpin"])
         self.assertEqual(lines["accelerator"], "none")
-        self.assertIn("no accelerator", lines["pinned memory"])
+        self.assertIn("no accelerator was found", lines["pinned memory"])
 
     def test_switched_off(self):
         lines = self.report(accelerator=None, TORCHPIN="0")

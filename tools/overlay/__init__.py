@@ -52,7 +52,8 @@ def enable() -> bool:
 def disable() -> None:
     """Switches torchpin off: modules, functions and kernels are the base's own objects again.
 
-    Iterators of a DataLoader that are under way go on as they were made.
+    Iterators of a DataLoader that are under way and have workers go on as they were made; without
+    workers their next batches are pinned the base's way.
     """
     from torchpin import _overlay
 

@@ -46,6 +46,7 @@ _placed: list[_Placed] = []
 _modules: dict[str, ModuleType] = {}
 _replaced_modules: dict[str, ModuleType | None] = {}
 _why_off: str | None = "it was not asked for"
+_SWITCHED_OFF = "the environment variable TORCHPIN switches it off"
 
 
 def switched_off() -> bool:
@@ -217,7 +218,9 @@ def is_enabled() -> bool:
 
 def why_off() -> str | None:
     """Why torchpin is not enabled, in one sentence; None if it is."""
-    return None if is_enabled() else _why_off
+    if is_enabled():
+        return None
+    return _SWITCHED_OFF if switched_off() else _why_off
 
 
 def enable() -> bool:
@@ -229,7 +232,6 @@ def enable() -> bool:
         if is_enabled():
             return True
         if switched_off():
-            _why_off = "the environment variable TORCHPIN switches it off"
             return False
         try:
             if not sys.platform.startswith("linux"):
