@@ -14,18 +14,25 @@ import make_env
 import run_tests as runner
 
 REPORT = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10"/></testsuites>
+<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="6">
+<testcase classname="a" name="good"/>
+<testcase classname="a" name="with_subtests"><system-out>text</system-out></testcase>
+<testcase classname="a" name="with_subtests"/>
+<testcase classname="a" name="bad"><failure message="no"/></testcase>
+<testcase classname="b" name="bad"><error message="no"/></testcase>
+<testcase classname="b" name="absent"><skipped message="why"/></testcase>
+</testsuite></testsuites>
 """
 
 
 class TestSummary(TestCase):
-    def test_errors_count_as_failed(self) -> None:
+    def test_errors_count_as_failed_and_subtests_as_one(self) -> None:
         outcome = runner.Outcome("2.13.0")
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder, "report.xml")
             report.write_text(REPORT)
             runner._count(report, outcome)
-        self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (4, 3, 3))
+        self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (2, 2, 1))
 
     def test_a_run_without_tests_is_no_good_run(self) -> None:
         self.assertEqual(runner._trouble(5, runner.Outcome("2.13.0")), "no test ran")

@@ -43,13 +43,21 @@ class Outcome:
 
 
 def _count(report: pathlib.Path, outcome: Outcome) -> None:
-    """Adds the numbers of a JUnit report to ``outcome``."""
-    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        skipped = int(suite.get("skipped", 0))
-        outcome.failed += failed
-        outcome.skipped += skipped
-        outcome.passed += int(suite.get("tests", 0)) - failed - skipped
+    """Adds the numbers of a JUnit report to ``outcome``.
+
+    The attributes of the report count subtests as tests; pytest's own summary does not.
+    """
+    verdicts: dict[tuple[str | None, str | None], set[str]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        verdict = verdicts.setdefault((case.get("classname"), case.get("name")), set())
+        verdict.update(child.tag for child in case)
+    for verdict in verdicts.values():
+        if verdict & {"failure", "error"}:
+            outcome.failed += 1
+        elif "skipped" in verdict:
+            outcome.skipped += 1
+        else:
+            outcome.passed += 1
 
 
 def _trouble(status: int, outcome: Outcome) -> str | None:
