@@ -755,8 +755,12 @@ struct Message {
     const std::shared_ptr<SharedSlots>& slots,
     uint32_t index,
     int out,
-    uint64_t seed) {
+    uint64_t seed,
+    pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) {
+    _exit(0); // it died before the line above
+  }
   CHECK(slots->adopt(index));
   std::mt19937_64 random(seed);
   struct Kept {
@@ -825,13 +829,14 @@ void test_kills(int kills, bool careless) {
     int ends[2];
     CHECK(pipe(ends) == 0);
     ++seed;
+    const pid_t parent = getpid();
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
       for (const Alive& item : alive) {
         main->release(item.hold);
       }
-      working(main, index, ends[1], seed);
+      working(main, index, ends[1], seed, parent);
     }
     close(ends[1]);
     workers[index] = {pid, ends[0]};
