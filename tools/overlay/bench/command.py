@@ -58,8 +58,10 @@ def _seconds(text: str) -> float:
 def _target(text: str) -> pathlib.Path:
     """A file that can be written, found out before an hour of measuring."""
     path = pathlib.Path(text)
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or a folder")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give the name of a file")
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {text!r}; make it first")
     return path
 
 
@@ -91,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="shape of a tensor of one sample; may be repeated [3,224,224]",
     )
-    add("--dtype", choices=sorted(cases.ITEM_BYTES), help="of all tensors [float32]")
+    dtypes = list(cases.ITEM_BYTES)
+    add("--dtype", choices=dtypes, metavar="DTYPE", help=f"{', '.join(dtypes)} [float32]")
     add("--tensors", type=_whole, metavar="N", help="so many of each shape [1]")
     add("--batch-size", type=_whole, metavar="N", help="samples in a batch [64]")
     add("--records", choices=cases.RECORDS, help="what samples and batches are [list]")

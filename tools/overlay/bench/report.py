@@ -34,6 +34,9 @@ NAMES: Final = {
     "spdl": "SPDL",
     cases.LIMIT: "limit: stack, no loader",
 }
+_FIRST: Final = max(map(len, NAMES.values())) + 2
+# The ratio to stock is followed by what is promised.
+_WIDTHS: Final = tuple(13 if head == "× stock" else max(len(head), 8) for head in HEAD)
 
 
 def has_rich() -> bool:
@@ -91,34 +94,37 @@ def print_table(results: Sequence[CaseResult]) -> None:
     if has_rich():
         _print_rich(results)
         return
-    first = max(len(name) for name in NAMES.values())
-    widths = [12 if head == "× stock" else max(len(head), 8) for head in HEAD]
-    print(" " * first, *(f"{head:>{width}}" for head, width in zip(HEAD, widths, strict=True)))
+    heads = (f"{head:>{width}}" for head, width in zip(HEAD, _WIDTHS, strict=True))
+    print(" " * _FIRST, *heads)
     for result in results:
         print(heading(result))
         for name, cells in rows(result):
-            line = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            print(f"{name:<{first}}", *line)
+            line = (f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+            print(f"  {name:<{_FIRST - 2}}", *line)
 
 
 def _print_rich(results: Sequence[CaseResult]) -> None:
-    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     # A pipe has no width, and a wrapped table cannot be read.
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    table.add_column("")
-    for head in HEAD:
-        table.add_column(head, justify="right", no_wrap=True)
+
+    def columns(show_header: bool) -> Table:
+        table = Table(box=None, show_header=show_header, header_style="bold", pad_edge=False)
+        table.add_column(min_width=_FIRST, no_wrap=True)
+        for head, width in zip(HEAD, _WIDTHS, strict=True):
+            table.add_column(head, justify="right", min_width=width, no_wrap=True)
+        return table
+
+    console.print(columns(show_header=True))
     for result in results:
-        if table.row_count:
-            table.add_section()
-        table.add_row(heading(result), style="bold")
+        # A table for each case, because a heading is wider than a column.
+        console.print(heading(result), style="bold", highlight=False, markup=False)
+        table = columns(show_header=False)
         for name, cells in rows(result):
             table.add_row(f"  {name}", *cells)
-    console.print(table, markup=False)
+        console.print(table)
 
 
 def markdown(results: Sequence[CaseResult], about: Sequence[str]) -> str:

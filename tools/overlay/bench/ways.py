@@ -105,7 +105,6 @@ def _torchdata(case: Case, dataset: Any, accelerator: str) -> Iterator[Any]:
         num_workers=case.workers,
         method="process",
         multiprocessing_context=case.start_method or None,
-        max_concurrent=case.workers * case.prefetch,
         snapshot_frequency=1 << 30,
     )
     pinned = nodes.PinMemory(node, pin_memory_device=accelerator, snapshot_frequency=1 << 30)
