@@ -203,39 +203,30 @@ void HostMemoryRegistry::release_chunks(
   }
 }
 
-void HostMemoryRegistry::undo(Range range, bool all, bool* undone) noexcept {
-  Lock lock(tables_.mutex);
-  const auto found = tables_.registrations.find(range);
-  // One whose chunks are still being locked belongs to the thread that does it.
-  *undone = found != tables_.registrations.end() && found->second.count > 0;
-  if (!*undone || (--found->second.count > 0 && !all)) {
-    return;
-  }
-  const std::vector<uintptr_t> chunks = std::move(found->second.chunks);
-  tables_.registrations.erase(found);
-  release_chunks(range, chunks, lock);
-}
-
 bool HostMemoryRegistry::unregister_range(
     const void* ptr,
     size_t bytes) noexcept {
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
-  bool undone = false;
-  undo({begin, begin + bytes}, /*all=*/false, &undone);
-  return undone;
+  const Range range{begin, begin + bytes};
+  Lock lock(tables_.mutex);
+  const auto found = tables_.registrations.find(range);
+  // One whose chunks are still being locked belongs to the thread that does it.
+  if (found == tables_.registrations.end() || found->second.count == 0) {
+    return false;
+  }
+  if (--found->second.count == 0) {
+    const std::vector<uintptr_t> chunks = std::move(found->second.chunks);
+    tables_.registrations.erase(found);
+    release_chunks(range, chunks, lock);
+  }
+  return true;
 }
 
-void HostMemoryRegistry::forget_range(const void* ptr, size_t bytes) noexcept {
-  const auto begin = reinterpret_cast<uintptr_t>(ptr);
-  bool undone = false;
-  undo({begin, begin + bytes}, /*all=*/true, &undone);
-}
-
-size_t HostMemoryRegistry::count(const void* ptr, size_t bytes) const noexcept {
+bool HostMemoryRegistry::touches(const void* ptr, size_t bytes) const noexcept {
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
   Lock lock(tables_.mutex);
-  const auto found = tables_.registrations.find({begin, begin + bytes});
-  return found == tables_.registrations.end() ? 0 : found->second.count;
+  const auto next = tables_.chunks.lower_bound(begin + bytes);
+  return next != tables_.chunks.begin() && std::prev(next)->second.end > begin;
 }
 
 bool HostMemoryRegistry::covers(const void* ptr, size_t bytes) const noexcept {

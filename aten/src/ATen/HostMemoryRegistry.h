@@ -83,11 +83,8 @@ class HostMemoryRegistry {
   // Undoes one registration of exactly this range. False if there is none.
   bool unregister_range(const void* ptr, size_t bytes) noexcept;
 
-  // Undoes all registrations of exactly this range, since its memory goes away.
-  void forget_range(const void* ptr, size_t bytes) noexcept;
-
-  // How often exactly this range is registered.
-  size_t count(const void* ptr, size_t bytes) const noexcept;
+  // Whether anything of the range is page-locked through here.
+  bool touches(const void* ptr, size_t bytes) const noexcept;
 
   // Whether every byte of the range is registered, in one registration or
   // several. Takes no lock where the first page is not registered, which is the
@@ -137,7 +134,6 @@ class HostMemoryRegistry {
       Range range,
       const std::vector<uintptr_t>& chunks,
       Lock& lock) noexcept;
-  void undo(Range range, bool all, bool* undone) noexcept;
   static void after_fork_in_child(void* self) noexcept;
 
   const size_t largest_chunk_;
