@@ -11,14 +11,15 @@
 // Walks one batch, pins its tensors in one call without the GIL, and rebuilds
 // it around them. Called by torch/utils/data/_utils/pin_memory.py only.
 //
-// Exact dict, list, tuple and Tensor are handled here. Everything else is taken
-// apart and put together by the four Python functions in Callbacks.
+// Exact dict, list and Tensor, tuples and named tuples are handled here.
+// Everything else is taken apart and put together by the four Python functions
+// in Callbacks.
 //
 // Note [The walk of a batch]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~
-// 1. A depth-first walk gives each container and each tensor a node and each
-//    child that might matter an edge; plain data gets neither. It keeps its
-//    own stack, so depth is no limit. A container is scanned whole before
+// 1. A depth-first walk gives each container a node, each tensor a leaf, and
+//    each child that might matter an edge; plain data gets nothing. It keeps
+//    its own stack, so depth is no limit. A container is scanned whole before
 //    anything below it is looked at, because looking runs code of users, which
 //    may change it; edges therefore own what they point to.
 // 2. The leaves are pinned.
@@ -36,8 +37,22 @@ namespace torch::pin {
 
 namespace {
 
+// What an edge leads to: the index of a node, the index of a leaf with kLeaf
+// added, or one of the two last values.
+constexpr uint32_t kLeaf = uint32_t{1} << 31;
 constexpr uint32_t kPlain = UINT32_MAX;
 constexpr uint32_t kLater = UINT32_MAX - 1;
+
+bool isLeaf(uint32_t to) {
+  return to >= kLeaf && to < kLater;
+}
+
+bool isNode(uint32_t to) {
+  return to < kLeaf;
+}
+
+// What kindOfType() answers.
+enum class TypeKind : int8_t { Expand = 0, Plain = 1, BareTuple = 2 };
 
 // What expand() answers with, as the first element of a tuple.
 enum Answer : long {
@@ -47,19 +62,19 @@ enum Answer : long {
 };
 
 struct Callbacks {
-  py::object isPlainType; // (type) -> bool
-  py::object expand;      // (object) -> None | tuple
-  py::object missed;      // (object, path, reason or None)
-  py::object resisted;    // (object, path, exception)
+  py::object kindOfType; // (type) -> TypeKind
+  py::object expand;     // (object) -> None | tuple
+  py::object missed;     // (object, path, reason or None)
+  py::object resisted;   // (object, path, exception)
 };
 
-enum class Kind : uint8_t { List, Tuple, Dict, Parts, Tensor, Finished };
+enum class Kind : uint8_t { List, Tuple, Dict, Parts, Finished };
 
 struct Edge {
   PyObject* child;
   PyObject* key; // of a dict; else null
   Py_ssize_t position;
-  uint32_t node;
+  uint32_t to;
 };
 
 struct Node {
@@ -70,7 +85,6 @@ struct Node {
   uint32_t edgeOfParent;
   uint32_t first = 0;
   uint32_t count = 0;
-  uint32_t leaf = 0;
   Kind kind;
   bool open = true;
   bool changed = false;
@@ -127,13 +141,18 @@ class Walk {
       Py_DECREF(edge.child);
       Py_XDECREF(edge.key);
     }
+    for (auto* tensor : tensors_) {
+      Py_XDECREF(tensor);
+    }
   }
 
-  py::object run(PyObject* batch) {
+  // With `retire` the storages that were copied from are kept for
+  // takeRetired().
+  py::object run(PyObject* batch, bool retire) {
     uint32_t root = atFirstSight(batch);
     if (root == kLater) {
       root = visit(batch, kPlain, 0);
-      if (root != kPlain) {
+      if (isNode(root)) {
         descend(root);
       }
     }
@@ -142,10 +161,12 @@ class Walk {
     }
     if (!leaves_.empty()) {
       py::gil_scoped_release noGil;
-      refusals_ = at::pin::pinLeaves(leaves_, retired_);
+      refusals_ = at::pin::pinLeaves(leaves_, retire ? &retired_ : nullptr);
     }
+    tensors_.resize(leaves_.size());
     rebuild();
-    return py::reinterpret_borrow<py::object>(nodes_[root].result);
+    return py::reinterpret_borrow<py::object>(
+        isChanged(root) ? resultOf(root) : batch);
   }
 
   std::vector<c10::Storage> takeRetired() {
@@ -167,23 +188,23 @@ class Walk {
            type == &PyRange_Type || type == &PyMemoryView_Type;
   }
 
-  // Whether no object of this type can hold a tensor. Asked once per type and
-  // walk; the reference keeps the address from being used again.
-  bool isPlainType(PyTypeObject* type) {
-    if (type == lastPlain_) {
-      return true;
+  // Asked once per type and walk; the reference keeps the address from being
+  // used again.
+  TypeKind kindOf(PyTypeObject* type) {
+    if (type == lastType_) {
+      return lastKind_;
     }
     auto found = types_.find(type);
     if (found == types_.end()) {
       const auto handle = py::handle(reinterpret_cast<PyObject*>(type));
-      const bool plain = callbacks_.isPlainType(handle).cast<bool>();
+      const auto kind =
+          static_cast<TypeKind>(callbacks_.kindOfType(handle).cast<int>());
       kept_.push_back(py::reinterpret_borrow<py::object>(handle));
-      found = types_.emplace(type, plain).first;
+      found = types_.emplace(type, kind).first;
     }
-    if (found->second) {
-      lastPlain_ = type;
-    }
-    return found->second;
+    lastType_ = type;
+    lastKind_ = found->second;
+    return lastKind_;
   }
 
   static bool hasAttributes(PyObject* object) {
@@ -203,18 +224,14 @@ class Walk {
     return static_cast<uint32_t>(nodes_.size() - 1);
   }
 
-  uint32_t addLeaf(PyObject* object, const at::Tensor& tensor) {
-    const auto node = addNode(object, Kind::Tensor, kPlain, 0);
-    nodes_[node].open = false;
-    nodes_[node].leaf = static_cast<uint32_t>(leaves_.size());
+  uint32_t addLeaf(const at::Tensor& tensor) {
     leaves_.emplace_back();
     leaves_.back().source = tensor;
-    order_.push_back(node);
-    return node;
+    return kLeaf + static_cast<uint32_t>(leaves_.size() - 1);
   }
 
-  // What can be said without running anybody's code: kPlain, the node of a
-  // plain tensor, or kLater.
+  // What can be said without running anybody's code: kPlain, the leaf of a
+  // tensor that is nothing but a tensor, or kLater.
   uint32_t atFirstSight(PyObject* object) {
     auto* type = Py_TYPE(object);
     if (isAlwaysPlain(type)) {
@@ -238,30 +255,26 @@ class Walk {
         if (found != met_.end()) {
           return found->second;
         }
-        const auto node = addLeaf(object, tensor);
-        met_.emplace(object, node);
-        return node;
+        const auto leaf = addLeaf(tensor);
+        met_.emplace(object, leaf);
+        return leaf;
       }
-      return addLeaf(object, tensor);
+      return addLeaf(tensor);
     }
     if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
       return kLater;
     }
-    return isPlainType(type) ? kPlain : kLater;
+    return kindOf(type) == TypeKind::Plain ? kPlain : kLater;
   }
 
   void addEdge(PyObject* child, PyObject* key, Py_ssize_t position) {
-    const auto node = atFirstSight(child);
-    if (node == kPlain) {
+    const auto to = atFirstSight(child);
+    if (to == kPlain) {
       return;
     }
     Py_INCREF(child);
     Py_XINCREF(key);
-    edges_.push_back({child, key, position, node});
-    if (node != kLater && nodes_[node].parent == kPlain) {
-      nodes_[node].parent = scanning_;
-      nodes_[node].edgeOfParent = static_cast<uint32_t>(edges_.size() - 1);
-    }
+    edges_.push_back({child, key, position, to});
   }
 
   // Asking about a type may, in theory, run code that changes the container:
@@ -269,7 +282,6 @@ class Walk {
   void scan(uint32_t index) {
     const auto kind = nodes_[index].kind;
     PyObject* object = nodes_[index].object;
-    scanning_ = index;
     const auto first = static_cast<uint32_t>(edges_.size());
     if (kind == Kind::Dict) {
       Py_ssize_t position = 0;
@@ -294,7 +306,7 @@ class Walk {
         // class and its attributes add.
         Py_INCREF(object);
         edges_.push_back(
-            {object, nullptr, 0, addLeaf(object, THPVariable_Unpack(object))});
+            {object, nullptr, 0, addLeaf(THPVariable_Unpack(object))});
         i = 1;
       }
       for (; i < PyList_GET_SIZE(list); ++i) {
@@ -312,7 +324,7 @@ class Walk {
     if (shared || parent == kPlain) {
       const auto found = met_.find(object);
       if (found != met_.end()) {
-        if (found->second != kPlain && nodes_[found->second].open) {
+        if (isNode(found->second) && nodes_[found->second].open) {
           cyclic_ = true;
         }
         return found->second;
@@ -324,7 +336,7 @@ class Walk {
       kind = Kind::Dict;
     } else if (type == &PyList_Type) {
       kind = Kind::List;
-    } else if (type == &PyTuple_Type) {
+    } else if (type == &PyTuple_Type || kindOf(type) == TypeKind::BareTuple) {
       kind = Kind::Tuple;
     }
     py::object answer;
@@ -391,13 +403,13 @@ class Walk {
         continue;
       }
       const auto edge = nodes_[current].first + frame.next++;
-      if (edges_[edge].node != kLater) {
+      if (edges_[edge].to != kLater) {
         continue;
       }
       const auto before = nodes_.size();
       const auto child = visit(edges_[edge].child, current, edge);
-      edges_[edge].node = child;
-      if (child != kPlain && child >= before && nodes_[child].open) {
+      edges_[edge].to = child;
+      if (isNode(child) && child >= before && nodes_[child].open) {
         stack.push_back({child, 0});
       }
     }
@@ -421,6 +433,12 @@ class Walk {
         const auto label =
             py::handle(PyTuple_GET_ITEM(node.parts, 2))(edge.position);
         steps.push_back(label.cast<std::string>());
+      } else if (
+          PyTuple_Check(node.object) && !PyTuple_CheckExact(node.object) &&
+          PyObject_HasAttrString(node.object, "_fields")) {
+        const auto fields = py::handle(node.object).attr("_fields");
+        steps.push_back(
+            "." + py::str(fields[py::int_(edge.position)]).cast<std::string>());
       } else {
         steps.push_back("[" + std::to_string(edge.position) + "]");
       }
@@ -436,13 +454,14 @@ class Walk {
 
   // ---- 3. the way back
 
-  bool isChild(const Edge& edge) const {
-    return edge.node != kPlain && nodes_[edge.node].changed;
+  bool isChanged(uint32_t to) const {
+    return isLeaf(to) ? leaves_[to - kLeaf].outcome == at::pin::Outcome::Pinned
+                      : isNode(to) && nodes_[to].changed;
   }
 
   bool anyChildChanged(const Node& node) const {
     for (uint32_t i = 0; i < node.count; ++i) {
-      if (isChild(edges_[node.first + i])) {
+      if (isChanged(edges_[node.first + i].to)) {
         return true;
       }
     }
@@ -458,11 +477,7 @@ class Walk {
         if (node.changed) {
           continue;
         }
-        if (node.kind == Kind::Tensor) {
-          node.changed = leaves_[node.leaf].outcome == at::pin::Outcome::Pinned;
-        } else {
-          node.changed = anyChildChanged(node);
-        }
+        node.changed = anyChildChanged(node);
         // Without a cycle children always come first.
         again = again || (node.changed && cyclic_);
       }
@@ -523,22 +538,29 @@ class Walk {
     return tolerantly(index, [&] { setResult(nodes_[index], make()); });
   }
 
-  // The rebuilt child, or its shell; null if there is neither yet.
-  PyObject* resultOf(uint32_t index) {
-    auto& node = nodes_[index];
-    if (!node.changed) {
-      return node.object;
+  // What takes the place of a child that changed: the pinned tensor, the
+  // rebuilt container or its shell; null if there is nothing yet.
+  PyObject* resultOf(uint32_t to) {
+    if (isLeaf(to)) {
+      auto& tensor = tensors_[to - kLeaf];
+      if (tensor == nullptr) {
+        tensor =
+            checked(THPVariable_Wrap(std::move(leaves_[to - kLeaf].pinned)))
+                .release()
+                .ptr();
+      }
+      return tensor;
     }
-    if (node.result == nullptr && !makeShell(index)) {
-      return nodes_[index].result;
+    if (nodes_[to].result == nullptr) {
+      makeShell(to);
     }
-    return nodes_[index].result;
+    return nodes_[to].result;
   }
 
   bool childrenAreThere(uint32_t index) {
     for (uint32_t i = 0; i < nodes_[index].count; ++i) {
-      const auto edge = edges_[nodes_[index].first + i];
-      if (edge.node != kPlain && resultOf(edge.node) == nullptr) {
+      const auto to = edges_[nodes_[index].first + i].to;
+      if (isChanged(to) && resultOf(to) == nullptr) {
         return false;
       }
     }
@@ -552,7 +574,7 @@ class Walk {
     const auto first = nodes_[index].first;
     const auto last = first + nodes_[index].count;
     const auto newChild = [&](const Edge& edge) {
-      PyObject* result = resultOf(edge.node);
+      PyObject* result = resultOf(edge.to);
       return result == nullptr ? edge.child : result;
     };
     nodes_[index].filled = true;
@@ -567,11 +589,17 @@ class Walk {
           ++edge;
         }
         if (edge < last && edges_[edge].position == i &&
-            isChild(edges_[edge])) {
+            isChanged(edges_[edge].to)) {
           item = newChild(edges_[edge]);
         }
         Py_INCREF(item);
         PyTuple_SET_ITEM(tuple.ptr(), i, item);
+      }
+      auto* type = Py_TYPE(object);
+      if (type != &PyTuple_Type) {
+        // tuple.__new__ of the subclass: nothing of the user's is run.
+        const auto arguments = py::make_tuple(tuple);
+        tuple = checked(PyTuple_Type.tp_new(type, arguments.ptr(), nullptr));
       }
       setResult(nodes_[index], std::move(tuple));
       return;
@@ -583,7 +611,7 @@ class Walk {
             PyTuple_GET_ITEM(parts.ptr(), 1), 0, PY_SSIZE_T_MAX));
         for (auto i = first; i < last; ++i) {
           const auto edge = edges_[i];
-          if (isChild(edge)) {
+          if (isChanged(edge.to)) {
             PyObject* child = newChild(edge);
             Py_INCREF(child);
             PyList_SetItem(children.ptr(), edge.position, child);
@@ -603,7 +631,7 @@ class Walk {
     PyObject* container = nodes_[index].result;
     for (auto i = first; i < last; ++i) {
       const auto edge = edges_[i];
-      if (!isChild(edge)) {
+      if (!isChanged(edge.to)) {
         continue;
       }
       PyObject* child = newChild(edge);
@@ -627,14 +655,6 @@ class Walk {
         continue;
       }
       if (!node.changed) {
-        Py_INCREF(node.object);
-        node.result = node.object;
-        node.filled = true;
-      } else if (node.kind == Kind::Tensor) {
-        node.result =
-            checked(THPVariable_Wrap(std::move(leaves_[node.leaf].pinned)))
-                .release()
-                .ptr();
         node.filled = true;
       } else if (
           cyclic_ && !childrenAreThere(index) && resultOf(index) != nullptr) {
@@ -655,13 +675,14 @@ class Walk {
   std::vector<Edge> edges_;
   std::vector<uint32_t> order_;
   std::vector<at::pin::Leaf> leaves_;
+  std::vector<PyObject*> tensors_; // of the leaves, as far as asked for
   std::vector<c10::Storage> retired_;
   at::pin::Refusals refusals_;
   ska::flat_hash_map<PyObject*, uint32_t> met_;
-  ska::flat_hash_map<PyTypeObject*, bool> types_;
+  ska::flat_hash_map<PyTypeObject*, TypeKind> types_;
   std::vector<py::object> kept_;
-  PyTypeObject* lastPlain_ = nullptr;
-  uint32_t scanning_ = kPlain;
+  PyTypeObject* lastType_ = nullptr;
+  TypeKind lastKind_ = TypeKind::Expand;
   bool cyclic_ = false;
 };
 
@@ -669,17 +690,18 @@ class Walk {
 // (leaves, bytes, bytes asked first, reason, bytes held or None).
 py::tuple pinBatch(
     py::handle batch,
-    py::object isPlainType,
+    bool retire,
+    py::object kindOfType,
     py::object expand,
     py::object missed,
     py::object resisted) {
   const Callbacks callbacks{
-      std::move(isPlainType),
+      std::move(kindOfType),
       std::move(expand),
       std::move(missed),
       std::move(resisted)};
   Walk walk(callbacks);
-  auto result = walk.run(batch.ptr());
+  auto result = walk.run(batch.ptr(), retire);
   py::object retired = py::none();
   if (auto storages = walk.takeRetired(); !storages.empty()) {
     retired = py::cast(std::make_unique<Retired>(std::move(storages)));

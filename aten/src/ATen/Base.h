@@ -22,3 +22,10 @@
 
 // at::HostAllocator, at::getHostAllocator, at::setHostAllocator (2.8).
 #define TORCHPIN_BASE_HAS_HOST_ALLOCATOR TORCHPIN_BASE_AT_LEAST(2, 8)
+
+// HostAllocator with private pools (2.11), and with a history (2.14).
+#define TORCHPIN_BASE_HAS_HOST_POOLS TORCHPIN_BASE_AT_LEAST(2, 11)
+#define TORCHPIN_BASE_HAS_HOST_HISTORY TORCHPIN_BASE_AT_LEAST(2, 14)
+
+// Named tensors exist (removed in 2.13).
+#define TORCHPIN_BASE_HAS_NAMED_TENSORS (!TORCHPIN_BASE_AT_LEAST(2, 13))

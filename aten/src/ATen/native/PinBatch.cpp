@@ -3,6 +3,7 @@
 #include <ATen/Base.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -39,6 +40,9 @@ constexpr size_t kWidestElement = 16;
 // A span that is at least this many times larger than its elements is copied
 // element by element: the rest of it belongs to somebody else.
 constexpr size_t kSparseSpan = 4;
+
+// Worth the threads of the calling thread's operators.
+constexpr size_t kParallelBytes = size_t{1} << 20;
 
 // The device that selectPinDevice() could not select yet.
 thread_local c10::DeviceIndex wantedDevice = -1;
@@ -100,10 +104,47 @@ bool isSparseSpan(const at::Tensor& tensor, const Extent& extent) {
   return true;
 }
 
+// Keys of a tensor that is its memory, sizes and strides, and nothing else.
+bool isPlain(const c10::TensorImpl& impl) {
+  auto keys = impl.key_set();
+  c10::DispatchKeySet plain({
+      c10::DispatchKey::CPU,
+      c10::DispatchKey::AutogradCPU,
+      c10::DispatchKey::AutocastCPU,
+      c10::DispatchKey::ADInplaceOrView,
+      c10::DispatchKey::BackendSelect,
+  });
+  return (keys.raw_repr() & ~plain.raw_repr()) == 0;
+}
+
+at::Tensor plainTensor(
+    c10::Storage storage,
+    caffe2::TypeMeta dtype,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides,
+    int64_t offset) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
 // The tensor `source` over other memory: everything it is except its data.
 at::Tensor
 over(const at::Tensor& source, c10::Storage storage, size_t offsetInBytes) {
   auto* impl = source.unsafeGetTensorImpl();
+  if (isPlain(*impl)) {
+    auto result = plainTensor(
+        std::move(storage),
+        impl->dtype(),
+        impl->sizes(),
+        impl->strides(),
+        static_cast<int64_t>(offsetInBytes / impl->itemsize()));
+    if (impl->requires_grad()) {
+      result.unsafeGetTensorImpl()->set_requires_grad(true);
+    }
+    return result;
+  }
   auto copy = impl->shallow_copy_and_detach(
       /*version_counter=*/c10::VariableVersion(0),
       /*allow_tensor_metadata_change=*/true);
@@ -124,7 +165,7 @@ class BatchPinner {
  public:
   BatchPinner(
       std::vector<Leaf>& leaves,
-      std::vector<c10::Storage>& retired,
+      std::vector<c10::Storage>* retired,
       Refusals& refusals)
       : leaves_(leaves), retired_(retired), refusals_(refusals) {}
 
@@ -139,7 +180,9 @@ class BatchPinner {
     if (wantedDevice >= 0) {
       selectWantedDevice();
     }
-    retired_.reserve(retired_.size() + leaves_.size());
+    if (retired_ != nullptr) {
+      retired_->reserve(retired_->size() + leaves_.size());
+    }
     for (auto& leaf : leaves_) {
       const auto& storage = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
       // A storage with one owner cannot have a second view in this batch.
@@ -186,7 +229,7 @@ class BatchPinner {
   c10::Storage allocateOnce(size_t bytes) const {
     // One byte stands for none: memory that is nowhere is never pinned.
     const size_t wanted = std::max<size_t>(bytes, 1);
-    if (target_.allocator == nullptr) {
+    if (target_.ownKernels) {
       // The backend pins by kernels of its own: what they make of a plain
       // vector of bytes is the memory.
       auto pinned = at::empty(
@@ -230,8 +273,21 @@ class BatchPinner {
       const Leaf& leaf,
       const Extent& extent,
       const c10::Storage& to,
-      size_t at) {
+      int64_t at) {
     const auto& from = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    const auto size = static_cast<int64_t>(extent.size());
+    if (extent.size() >= kParallelBytes && at::get_num_threads() > 1) {
+      // In the pin thread there is one, so that the training loop keeps its
+      // cores.
+      plainTensor(to, caffe2::TypeMeta::Make<uint8_t>(), {size}, {1}, at)
+          .copy_(plainTensor(
+              from,
+              caffe2::TypeMeta::Make<uint8_t>(),
+              {size},
+              {1},
+              static_cast<int64_t>(extent.begin)));
+      return;
+    }
     std::memcpy(
         static_cast<char*>(to.mutable_data()) + at,
         static_cast<const char*>(from.data()) + extent.begin,
@@ -313,7 +369,7 @@ class BatchPinner {
               return isSparseSpan(members[i]->source, extents[i]);
             });
         if (stretch.from.size() > 0 && !sparse) {
-          copy(first, stretch.from, storage, stretch.to);
+          copy(first, stretch.from, storage, static_cast<int64_t>(stretch.to));
         }
         for (const auto i : stretch.members) {
           auto& leaf = *members[i];
@@ -363,7 +419,9 @@ class BatchPinner {
 
   void finish(Leaf& leaf) {
     leaf.outcome = Outcome::Pinned;
-    retired_.push_back(leaf.source.unsafeGetTensorImpl()->unsafe_storage());
+    if (retired_ != nullptr) {
+      retired_->push_back(leaf.source.unsafeGetTensorImpl()->unsafe_storage());
+    }
   }
 
   void selectWantedDevice() {
@@ -383,7 +441,7 @@ class BatchPinner {
   }
 
   std::vector<Leaf>& leaves_;
-  std::vector<c10::Storage>& retired_;
+  std::vector<c10::Storage>* retired_;
   Refusals& refusals_;
   PinTarget target_;
   bool emptied_ = false;
@@ -426,6 +484,9 @@ Treatment treatmentOf(const at::Tensor& tensor) {
       c10::DispatchKey::AutogradNestedTensor,
       c10::DispatchKey::Conjugate,
       c10::DispatchKey::Negative,
+#if TORCHPIN_BASE_HAS_NAMED_TENSORS
+      c10::DispatchKey::Named,
+#endif
   });
   // By raw bits: operator- of key sets leaves the backend's bit in.
   if ((keys.raw_repr() & ~ordinary.raw_repr()) == 0 && impl->has_storage() &&
@@ -454,7 +515,7 @@ void emptyHostCache() {
 
 Refusals pinLeaves(
     std::vector<Leaf>& leaves,
-    std::vector<c10::Storage>& retired) {
+    std::vector<c10::Storage>* retired) {
   Refusals refusals;
   if (leaves.empty()) {
     return refusals;

@@ -61,14 +61,14 @@ Treatment treatmentOf(const at::Tensor& tensor);
 // quantizer and requires_grad. Leaves that share a storage share one pinned
 // storage, which holds what they cover and nothing else of the source.
 //
-// Sources that were copied are moved to `retired`: whoever drops that, without
-// the GIL, is the one who unmaps them.
+// The storages that were copied from are added to `retired`, if given: whoever
+// drops that, without the GIL, is the one who unmaps them.
 //
 // Never throws for a leaf that cannot be pinned; what the initialisation of
 // the accelerator throws comes through.
 Refusals pinLeaves(
     std::vector<Leaf>& leaves,
-    std::vector<c10::Storage>& retired);
+    std::vector<c10::Storage>* retired);
 
 // Empties the cache of the current accelerator's host allocator, where it has
 // one that can be told to.

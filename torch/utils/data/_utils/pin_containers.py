@@ -1,7 +1,7 @@
 """How the objects of a batch are taken apart to reach their tensors, and put together again.
 
 The native walk (``torch/csrc/PinBatch.cpp``) knows exact dicts, lists, tuples and tensors. It asks
-here about everything else: :func:`is_plain_type` once per type and walk, :func:`expand` once per
+here about everything else: :func:`kind_of_type` once per type and walk, :func:`expand` once per
 object. Called by ``pin_memory.py`` and that walk only; users call :func:`register_pin_function`.
 
 Objects are copied below the level of their classes: a new object of the same type gets the same
@@ -121,8 +121,24 @@ def register_pin_function(kind: type[_T], function: Callable[..., Any]) -> None:
     _handlers.clear()
 
 
-def is_plain_type(kind: type) -> bool:
-    """Whether no object of this type can hold a tensor."""
+EXPAND: Final = 0
+"""Objects of the type go to :func:`expand`."""
+PLAIN: Final = 1
+"""No object of the type can hold a tensor."""
+BARE_TUPLE: Final = 2
+"""A tuple with another name, as a named tuple is: no attributes, nothing of its own to say."""
+
+
+def kind_of_type(kind: type) -> int:
+    """How the native walk treats a type that it does not know: one of the three above."""
+    if _is_plain_type(kind):
+        return PLAIN
+    if kind.__base__ is tuple and kind.__dictoffset__ == 0 and _choose(kind) is _tuple:
+        return BARE_TUPLE
+    return EXPAND
+
+
+def _is_plain_type(kind: type) -> bool:
     if _registered and any(base in _registered for base in kind.__mro__):
         return False
     if issubclass(kind, (type, types.ModuleType, enum.Enum)):
@@ -800,7 +816,7 @@ def _path_to_tensor(obj: Any, depth: int) -> str | None:
         return None
     if isinstance(obj, torch.Tensor):
         return "" if _C._pin_treatment(obj) != 1 and not obj.is_pinned() else None
-    if depth == 0 or is_plain_type(kind):
+    if depth == 0 or _is_plain_type(kind):
         return None
     steps: Any
     if isinstance(obj, dict):

@@ -34,7 +34,7 @@ from torch._utils import ExceptionWrapper, KeyErrorMessage
 from torchpin import _C
 
 from . import MP_STATUS_CHECK_INTERVAL
-from .pin_containers import expand, is_plain_type, register_pin_function
+from .pin_containers import expand, kind_of_type, register_pin_function
 
 __all__ = ["LoaderDevice", "RefusalCount", "pin_memory", "refused", "register_pin_function"]
 
@@ -64,10 +64,7 @@ def pin_memory(data: Any, device: str | torch.device | None = None) -> Any:
         Exception: what an object's own ``pin_memory()``, or a function given to
             ``torchpin.register_pin_function``, raises.
     """
-    result, retired, refusals = _C._pin_batch(data, is_plain_type, expand, _missed, _resisted)
-    if retired is not None:
-        # The caller still has the originals, so nothing is freed here.
-        retired.release()
+    result, _, refusals = _C._pin_batch(data, False, kind_of_type, expand, _missed, _resisted)
     if refusals is not None:
         _count(refusals, device)
     return result
@@ -348,7 +345,9 @@ def _one_item(
             data = unpack(data)
             # The walk lets go of the originals before they are freed: the assignment drops the last
             # Python object that holds them, release() the memory, without the GIL.
-            data, retired, refusals = _C._pin_batch(data, is_plain_type, expand, _missed, _resisted)
+            data, retired, refusals = _C._pin_batch(
+                data, True, kind_of_type, expand, _missed, _resisted
+            )
             if retired is not None:
                 retired.release()
             if refusals is not None:

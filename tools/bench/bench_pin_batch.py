@@ -1,0 +1,167 @@
+"""Pinning batches: torchpin against the installed PyTorch, ratios of one and the same run.
+
+Each row times ``pin_memory(batch)`` as the DataLoader calls it, stock (after ``torchpin.disable()``)
+and with torchpin in turn, and prints the better half of several rounds. The last row is the longest
+pause of a main thread that only reads a clock while a second thread takes batches of 400 MiB from a
+DataLoader with one worker: the time that somebody else held the interpreter lock. PyTorch 2.5 or
+newer with the reference accelerator or CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.data._utils.pin_memory
+from torch.utils.data import DataLoader, Dataset
+
+import torchpin
+
+
+class Layer(NamedTuple):
+    weights: list[torch.Tensor]
+    name: str
+
+
+class Row(NamedTuple):
+    title: str
+    batch: Any
+    calls: int
+    wanted: float
+    """How many times faster than stock; 0.9 stands for "not slower"."""
+    too_slow_for_stock: bool = False
+
+
+def nested_record() -> dict[str, Any]:
+    """Five levels of dicts, lists and named tuples around 100 tensors."""
+    return {
+        "views": [
+            {
+                "meta": {"id": i, "path": "x.png"},
+                "layers": [Layer([torch.randn(16) for _ in range(5)], "layer") for _ in range(4)],
+            }
+            for i in range(5)
+        ]
+    }
+
+
+def rows() -> list[Row]:
+    return [
+        Row("dict of 64 tensors of 16 floats", {i: torch.randn(16) for i in range(64)}, 200, 5),
+        Row("list of 1000 tensors of 16 floats", [torch.randn(16) for _ in range(1000)], 20, 5),
+        Row("8 tensors of 4 MB", [torch.randn(1_000_000) for _ in range(8)], 5, 0.9),
+        Row("nested record, 5 levels, 100 leaves", nested_record(), 100, 4),
+        Row("list of 1e6 ints", list(range(1_000_000)), 2, 10),
+        Row("bytearray of 5 MB", bytearray(5_000_000), 1, 1e5, True),
+    ]
+
+
+def seconds(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def pin(batch: Any) -> Any:
+    # Looked up at each call, as the DataLoader does.
+    return torch.utils.data._utils.pin_memory.pin_memory(batch)
+
+
+def compare(row: Row, rounds: int) -> tuple[float, float]:
+    """Seconds of one call, stock and torchpin."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(1 if row.too_slow_for_stock else rounds):
+        for enabled in (False, True):
+            torchpin.enable() if enabled else torchpin.disable()
+            if not row.too_slow_for_stock:
+                pin(row.batch)
+            times[enabled].append(seconds(lambda: pin(row.batch), row.calls))
+    torchpin.enable()
+    middle = {enabled: sorted(found)[len(found) // 4] for enabled, found in times.items()}
+    return middle[False], middle[True]
+
+
+class Large(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(100 * 1024 * 1024)
+
+
+def longest_pause(pin_memory: bool) -> float:
+    """Seconds between two looks at the clock, at most, once the first batches have come."""
+    loader = DataLoader(Large(), batch_size=None, num_workers=1, pin_memory=pin_memory)
+    warm = threading.Event()
+    done = threading.Event()
+
+    def consume() -> None:
+        for index, _ in enumerate(loader):
+            if index == 3:
+                warm.set()
+        done.set()
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    warm.wait()
+    longest = 0.0
+    last = time.perf_counter()
+    while not done.is_set():
+        now = time.perf_counter()
+        longest = max(longest, now - last)
+        last = now
+    consumer.join()
+    return longest
+
+
+def pauses(rounds: int) -> dict[str, float]:
+    found = collections.defaultdict(list)
+    for _ in range(rounds):
+        found["off"].append(longest_pause(False))
+        torchpin.disable()
+        found["stock"].append(longest_pause(True))
+        torchpin.enable()
+        found["torchpin"].append(longest_pause(True))
+    return {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--skip-slow", action="store_true", help="leave the bytearray out")
+    arguments = parser.parse_args()
+    torchpin.enable()
+    if torch._C._get_accelerator().type == "cpu":
+        import torch_refdev  # noqa: F401  (up to 2.4 nothing loads it)
+    print(f"PyTorch {torch.__version__}, accelerator {torch._C._get_accelerator().type}")
+    print(f"{'work':38}{'stock us':>12}{'torchpin us':>13}{'faster':>9}{'wanted':>9}")
+    missed = 0
+    for row in rows():
+        if row.too_slow_for_stock and arguments.skip_slow:
+            continue
+        stock, ours = compare(row, arguments.rounds)
+        ratio = stock / ours
+        missed += ratio < row.wanted
+        print(f"{row.title:38}{stock * 1e6:12.1f}{ours * 1e6:13.1f}{ratio:9.1f}{row.wanted:9.0f}")
+        sys.stdout.flush()
+    found = pauses(3)
+    ratio = found["torchpin"] / found["off"]
+    missed += ratio > 1.5
+    print(
+        f"longest pause, 400 MiB batches: pin_memory=False {found['off'] * 1e3:.1f} ms, stock "
+        f"{found['stock'] * 1e3:.1f} ms, torchpin {found['torchpin'] * 1e3:.1f} ms, "
+        f"{ratio:.2f} times pin_memory=False, wanted 1.5"
+    )
+    print("all as wanted" if missed == 0 else f"{missed} not as wanted")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
