@@ -35,7 +35,7 @@
 #endif
 
 // Hooks make generators (getNewGenerator); before, a registered function does.
-#define REFDEV_REGISTERS_GENERATOR (!REFDEV_BASE_AT_LEAST(2, 6))
+#define REFDEV_REGISTERS_GENERATOR (!REFDEV_BASE_AT_LEAST(2, 7))
 
 #if REFDEV_BASE_AT_LEAST(2, 7)
 #define REFDEV_OVERRIDE_2_7 override
