@@ -20,7 +20,7 @@ HEAD: Final = (
     "pause ms",
     "× stock",
     "× limit",
-    "pinned",
+    "arrives",
 )
 NAMES: Final = {
     cases.STOCK: "stock PyTorch",
@@ -70,7 +70,7 @@ def _cells(result: CaseResult, name: str, way: WayResult) -> list[str]:
         figure(way.pause_ms),
         to_stock,
         figure(result.ratio(name, cases.LIMIT)),
-        "" if is_limit else "yes" if way.pinned else "no",
+        "" if is_limit else way.arrival(name),
     ]
 
 

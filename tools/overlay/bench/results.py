@@ -80,6 +80,17 @@ class WayResult:
             for reason in sorted(reasons)
         }
 
+    def arrival(self, name: str) -> str:
+        """How most batches came to the training loop: what the way did, not what it was told to do."""
+        if not self.pinned:
+            return "not pinned"
+        if name not in cases.MODES:
+            return "pinned"
+        batches, in_place = self.counted("batches"), self.counted("in_place")
+        if 2 * batches < sum(one["batches"] for one in self.measurements):
+            return "stock way"
+        return "in place" if 2 * in_place > batches else "copied"
+
 
 @dataclass
 class CaseResult:
@@ -104,6 +115,7 @@ class CaseResult:
                 name: {
                     "failed": way.failed or None,
                     "batches_per_second": round(way.rate, 3) if way else None,
+                    "arrives": way.arrival(name) if way and name != cases.LIMIT else None,
                     "to_stock": self.ratio(name, cases.STOCK),
                     "to_limit": self.ratio(name, cases.LIMIT),
                     "rounds": way.measurements,
