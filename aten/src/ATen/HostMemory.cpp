@@ -1,0 +1,558 @@
+#include <ATen/HostMemory.h>
+
+#include <ATen/Base.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/PinTarget.h>
+#include <ATen/core/HostCacheStats.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+#include <ATen/core/CachingHostAllocator.h>
+#endif
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+namespace at::pin {
+
+namespace {
+
+std::string nameOf(std::optional<c10::DeviceType> type) {
+  return type.has_value() ? c10::DeviceTypeName(*type, /*lower_case=*/true)
+                          : std::string("none");
+}
+
+// ---- supply
+
+using Bytes = std::pair<const void*, size_t>;
+
+struct Shared {
+  std::mutex mutex;
+  std::array<
+      std::shared_ptr<const HostMemoryLocker>,
+      c10::COMPILE_TIME_MAX_DEVICE_TYPES>
+      lockers;
+  // Registered storages that keep their deleter, with what is registered.
+  std::vector<std::pair<c10::Storage, std::vector<Bytes>>> kept;
+  c10::AtForkInChild at_fork{&after_fork_in_child, this};
+
+  // The mutex may have been held, and the vector half-written.
+  static void after_fork_in_child(void* self) noexcept {
+    auto& shared = *static_cast<Shared*>(self);
+    new (&shared.mutex) std::mutex;
+    new (&shared.kept) decltype(shared.kept);
+  }
+};
+
+// Never destroyed: storages are freed late.
+Shared& shared() {
+  static auto* const object = new Shared();
+  return *object;
+}
+
+std::array<std::atomic<c10::Allocator*>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>
+    suppliedAllocators{};
+
+std::shared_ptr<const HostMemoryLocker> suppliedLocker(c10::DeviceType type) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  return shared().lockers[static_cast<size_t>(type)];
+}
+
+HostMemoryHooks* hooksOf(c10::DeviceType type) {
+  if (type != c10::kPrivateUse1 || !at::isPrivateUse1HooksRegistered()) {
+    return nullptr;
+  }
+  // The base hands hooks out as const, and keeps what was not.
+  auto* hooks = const_cast<PrivateUse1HooksInterface*>(
+      &at::detail::getPrivateUse1Hooks());
+  return dynamic_cast<HostMemoryHooks*>(hooks);
+}
+
+std::shared_ptr<const HostMemoryLocker> requireLocker() {
+  const auto type = at::getAccelerator(/*checked=*/false);
+  TORCH_CHECK(
+      type.has_value(),
+      "Cannot page-lock memory in place: no accelerator was found.");
+  if (auto supplied = suppliedLocker(*type)) {
+    return supplied;
+  }
+  HostMemoryHooks* hooks = hooksOf(*type);
+  TORCH_CHECK(
+      hooks != nullptr,
+      "Cannot page-lock memory in place for the current accelerator '",
+      nameOf(type),
+      "': its hooks do not derive from at::pin::HostMemoryHooks "
+      "(ATen/HostMemoryHooks.h), and no functions were given to "
+      "torchpin.register_host_memory_functions.");
+  // Locking touches the device; let it say for itself why it cannot start.
+  pinTarget(Initialize::Yes);
+  static const auto ofHooks =
+      std::make_shared<const HostMemoryLocker>(HostMemoryLocker{
+          [hooks](void* ptr, size_t bytes) {
+            return hooks->register_host_memory(ptr, bytes);
+          },
+          [hooks](void* ptr, size_t bytes) {
+            hooks->unregister_host_memory(ptr, bytes);
+          }});
+  return ofHooks;
+}
+
+// ---- the allocator
+
+struct Answering {
+  std::optional<c10::DeviceType> type;
+  HostMemoryCache* cache = nullptr;
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  at::HostAllocator* allocator = nullptr;
+#endif
+};
+
+bool isStandIn(const c10::Allocator* allocator);
+
+// Starts nothing.
+Answering answering() {
+  Answering answer;
+  const PinTarget target = pinTarget(Initialize::No);
+  answer.type = target.accelerator;
+  if (!answer.type.has_value()) {
+    return answer;
+  }
+  answer.cache = dynamic_cast<HostMemoryCache*>(target.allocator);
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  auto* registered = at::getHostAllocator(*answer.type);
+  if (registered != nullptr && !isStandIn(registered)) {
+    if (answer.cache == nullptr) {
+      answer.cache = dynamic_cast<HostMemoryCache*>(registered);
+    }
+    answer.allocator = registered;
+  }
+#endif
+  return answer;
+}
+
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+
+// Hands everything to the allocator that the hooks of the accelerator name.
+struct StandInHostAllocator final : at::HostAllocator {
+  static HostMemoryCache* cache() {
+    return dynamic_cast<HostMemoryCache*>(pinTarget(Initialize::No).allocator);
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    const PinTarget target = requirePinTarget();
+    TORCH_CHECK(
+        target.allocator != nullptr,
+        "The backend '",
+        nameOf(target.accelerator),
+        "' pins by kernels of its own and has no host allocator.");
+    return target.allocator->allocate(bytes);
+  }
+  void copy_data(void* dest, const void* src, std::size_t count)
+      const override {
+    default_copy_data(dest, src, count);
+  }
+  bool record_event(void* ptr, void* ctx, c10::Stream stream) override {
+    auto* to = cache();
+    return to != nullptr && to->record_event(ptr, ctx, stream);
+  }
+  void empty_cache() override {
+    if (auto* to = cache()) {
+      to->empty_cache();
+    }
+  }
+  void reset_accumulated_stats() override {
+    if (auto* to = cache()) {
+      to->reset_accumulated_stats();
+    }
+  }
+  void reset_peak_stats() override {
+    if (auto* to = cache()) {
+      to->reset_peak_stats();
+    }
+  }
+  at::HostStats get_stats() override {
+    // Who asks through here knows at::HostStats and no more than zeros where
+    // the backend has no statistics; the full ones are in visitHostMemoryStats.
+    return {};
+  }
+};
+
+StandInHostAllocator& standIn() {
+  static auto* const allocator = new StandInHostAllocator();
+  return *allocator;
+}
+
+bool isStandIn(const c10::Allocator* allocator) {
+  return allocator == &standIn();
+}
+
+void visitStats(
+    const at::HostStats& from,
+    HostMemoryCache::StatVisitor visit,
+    void* argument) {
+  const auto stat = [](const c10::CachingAllocator::Stat& of) {
+    return HostStat{of.current, of.peak, of.allocated, of.freed};
+  };
+  const auto timing = [](const c10::CachingAllocator::DurationStat& of) {
+    return HostTiming{of.total, of.max, of.min, of.count};
+  };
+  HostCacheStats to;
+#if TORCHPIN_BASE_AT_LEAST(2, 10)
+  to.active_requests = stat(from.active_requests);
+  to.active_bytes = stat(from.active_bytes);
+  to.allocations = stat(from.allocations);
+  to.allocated_bytes = stat(from.allocated_bytes);
+#else
+  to.active_requests = stat(from.allocation);
+  to.active_bytes = stat(from.allocated_bytes);
+  to.allocations = stat(from.segment);
+  to.allocated_bytes = stat(from.reserved_bytes);
+#endif
+  to.host_alloc_time = timing(from.host_alloc_time);
+  to.host_free_time = timing(from.host_free_time);
+  to.num_host_alloc = from.num_host_alloc;
+  to.num_host_free = from.num_host_free;
+  struct Filter {
+    HostMemoryCache::StatVisitor visit;
+    void* argument;
+  } filter{visit, argument};
+  // What the base does not count is left out, not zero.
+  visit_host_stats(
+      to,
+      [](void* self, const char* key, int64_t value) {
+        for (const char* unknown :
+             {"requested_bytes",
+              "num_alloc_retries",
+              "num_lost_blocks",
+              "num_ooms"}) {
+          if (std::strncmp(key, unknown, std::strlen(unknown)) == 0) {
+            return;
+          }
+        }
+        const auto* to = static_cast<Filter*>(self);
+        to->visit(to->argument, key, value);
+      },
+      &filter);
+}
+
+#else
+
+bool isStandIn(const c10::Allocator* /*allocator*/) {
+  return false;
+}
+
+#endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+
+HostMemoryCache& requireCache() {
+  const Answering answer = answering();
+  TORCH_CHECK(
+      answer.cache != nullptr,
+      "The host allocator of the current accelerator '",
+      nameOf(answer.type),
+      "' has no cap: it does not derive from at::pin::HostMemoryCache "
+      "(ATen/HostMemoryHooks.h).");
+  return *answer.cache;
+}
+
+// ---- storages
+
+// The context of a registered storage.
+struct Registered {
+  c10::DataPtr original;
+  std::vector<Bytes> ranges;
+};
+
+void giveUp(void* context) {
+  // `original` goes last, after the ranges in it are unlocked.
+  std::unique_ptr<Registered> registered(static_cast<Registered*>(context));
+  for (const auto& [ptr, bytes] : registered->ranges) {
+    HostMemoryRegistry::instance().unregister_range(ptr, bytes);
+  }
+}
+
+Registered* registeredOf(const c10::Storage& storage) {
+  return static_cast<Registered*>(
+      storage.data_ptr().get_deleter() == &giveUp
+          ? storage.data_ptr().get_context()
+          : nullptr);
+}
+
+// Remembers that `bytes` are registered for this storage.
+void follow(const c10::Storage& storage, Bytes bytes, bool keep) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (keep) {
+    for (auto& [kept, ranges] : shared().kept) {
+      if (kept.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+        ranges.push_back(bytes);
+        return;
+      }
+    }
+    shared().kept.emplace_back(storage, std::vector<Bytes>{bytes});
+    return;
+  }
+  Registered* registered = registeredOf(storage);
+  if (registered == nullptr) {
+    auto* impl = storage.unsafeGetStorageImpl();
+    auto fresh = std::make_unique<Registered>();
+    registered = fresh.get();
+    registered->ranges.push_back(bytes);
+    const auto& data = impl->mutable_data_ptr();
+    c10::DataPtr replacement(
+        data.get(), fresh.release(), &giveUp, data.device());
+    registered->original = impl->set_data_ptr(std::move(replacement));
+    return;
+  }
+  registered->ranges.push_back(bytes);
+}
+
+// Undoes one follow(). False if there was none. What it returns in `holds`
+// keeps the memory until the caller has unlocked it.
+struct Holds {
+  c10::Storage storage;
+  c10::DataPtr replaced;
+};
+
+bool unfollow(const c10::Storage& storage, Bytes bytes, Holds& holds) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  const auto remove = [&](std::vector<Bytes>& ranges) {
+    const auto found = std::find(ranges.begin(), ranges.end(), bytes);
+    if (found == ranges.end()) {
+      return false;
+    }
+    ranges.erase(found);
+    return true;
+  };
+  auto& kept = shared().kept;
+  for (auto it = kept.begin(); it != kept.end(); ++it) {
+    if (it->first.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+      const bool removed = remove(it->second);
+      if (it->second.empty()) {
+        holds.storage = std::move(it->first);
+        kept.erase(it);
+      }
+      return removed;
+    }
+  }
+  Registered* registered = registeredOf(storage);
+  if (registered == nullptr || !remove(registered->ranges)) {
+    return false;
+  }
+  if (registered->ranges.empty()) {
+    holds.replaced = storage.unsafeGetStorageImpl()->set_data_ptr(
+        std::move(registered->original));
+  }
+  return true;
+}
+
+} // namespace
+
+void setHostMemorySupply(c10::DeviceType type, HostMemorySupply supply) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().lockers[static_cast<size_t>(type)] = std::move(supply.locker);
+  suppliedAllocators[static_cast<size_t>(type)].store(
+      supply.allocator, std::memory_order_release);
+}
+
+c10::Allocator* suppliedHostAllocator(c10::DeviceType type) noexcept {
+  return suppliedAllocators[static_cast<size_t>(type)].load(
+      std::memory_order_acquire);
+}
+
+bool visitHostMemoryStats(HostMemoryCache::StatVisitor visit, void* argument) {
+  const Answering answer = answering();
+  if (answer.cache != nullptr) {
+    answer.cache->visit_stats(visit, argument);
+    return true;
+  }
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  if (answer.allocator != nullptr) {
+    visitStats(answer.allocator->get_stats(), visit, argument);
+    return true;
+  }
+#endif
+  return false;
+}
+
+std::optional<size_t> hostMemoryHeld() {
+  std::optional<size_t> held;
+  visitHostMemoryStats(
+      [](void* to, const char* key, int64_t value) {
+        if (std::strcmp(key, "allocated_bytes.current") == 0) {
+          *static_cast<std::optional<size_t>*>(to) =
+              static_cast<size_t>(std::max<int64_t>(value, 0));
+        }
+      },
+      &held);
+  return held;
+}
+
+void resetPeakHostMemoryStats() {
+  const Answering answer = answering();
+  if (answer.cache != nullptr) {
+    answer.cache->reset_peak_stats();
+    return;
+  }
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  if (answer.allocator != nullptr) {
+    answer.allocator->reset_peak_stats();
+  }
+#endif
+}
+
+void resetAccumulatedHostMemoryStats() {
+  const Answering answer = answering();
+  if (answer.cache != nullptr) {
+    answer.cache->reset_accumulated_stats();
+    return;
+  }
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  if (answer.allocator != nullptr) {
+    answer.allocator->reset_accumulated_stats();
+  }
+#endif
+}
+
+bool emptyHostMemoryCache() {
+  releaseRegisteredHostMemory();
+  const Answering answer = answering();
+  if (answer.cache != nullptr) {
+    answer.cache->empty_cache();
+    return true;
+  }
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  if (answer.allocator != nullptr) {
+    answer.allocator->empty_cache();
+    return true;
+  }
+#endif
+  return false;
+}
+
+void setMaxHostMemory(size_t bytes) {
+  HostMemoryCache& cache = requireCache();
+  size_t locked = 0;
+  size_t cached = 0;
+  cache.get_limits(&locked, &cached);
+  cache.set_limits(bytes, cached);
+}
+
+size_t maxHostMemory() {
+  size_t locked = 0;
+  size_t cached = 0;
+  requireCache().get_limits(&locked, &cached);
+  return locked;
+}
+
+bool recordHostMemoryUse(void* ptr, void* ctx, c10::Stream stream) {
+  const Answering answer = answering();
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  // Whoever wants to see host use stands in front of the cache.
+  if (answer.allocator != nullptr) {
+    return answer.allocator->record_event(ptr, ctx, stream);
+  }
+#endif
+  return answer.cache != nullptr &&
+         answer.cache->record_event(ptr, ctx, stream);
+}
+
+void registerHostMemory(const void* ptr, size_t bytes) {
+  if (bytes == 0) {
+    return;
+  }
+  releaseRegisteredHostMemory();
+  const auto locker = requireLocker();
+  try {
+    HostMemoryRegistry::instance().register_range(locker, ptr, bytes);
+  } catch (const HostMemoryRefused& error) {
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+bool unregisterHostMemory(const void* ptr, size_t bytes) {
+  return HostMemoryRegistry::instance().unregister_range(ptr, bytes);
+}
+
+void registerHostMemory(
+    const c10::Storage& storage,
+    const void* ptr,
+    size_t bytes,
+    bool keep) {
+  if (bytes == 0) {
+    return;
+  }
+  // A lazy copy is made now, so that the address stays.
+  storage.unsafeGetStorageImpl()->mutable_data_ptr();
+  registerHostMemory(ptr, bytes);
+  try {
+    follow(storage, {ptr, bytes}, keep);
+  } catch (...) {
+    HostMemoryRegistry::instance().unregister_range(ptr, bytes);
+    throw;
+  }
+}
+
+bool unregisterHostMemory(
+    const c10::Storage& storage,
+    const void* ptr,
+    size_t bytes) {
+  Holds holds;
+  const bool registered = unfollow(storage, {ptr, bytes}, holds);
+  if (registered) {
+    HostMemoryRegistry::instance().unregister_range(ptr, bytes);
+  }
+  releaseRegisteredHostMemory();
+  return registered;
+}
+
+void releaseRegisteredHostMemory() {
+  std::vector<std::pair<c10::Storage, std::vector<Bytes>>> alone;
+  {
+    std::lock_guard<std::mutex> lock(shared().mutex);
+    auto& kept = shared().kept;
+    for (auto it = kept.begin(); it != kept.end();) {
+      if (it->first.use_count() == 1) {
+        alone.push_back(std::move(*it));
+        it = kept.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  for (const auto& [storage, ranges] : alone) {
+    for (const auto& [ptr, bytes] : ranges) {
+      HostMemoryRegistry::instance().unregister_range(ptr, bytes);
+    }
+  }
+}
+
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+
+void registerStandInHostAllocator() {
+  if (at::getHostAllocator(c10::kPrivateUse1) == nullptr) {
+    at::setHostAllocator(c10::kPrivateUse1, &standIn());
+  }
+}
+
+void deregisterStandInHostAllocator() {
+  if (at::getHostAllocator(c10::kPrivateUse1) == &standIn()) {
+    at::setHostAllocator(c10::kPrivateUse1, nullptr);
+  }
+}
+
+#else
+
+void registerStandInHostAllocator() {}
+void deregisterStandInHostAllocator() {}
+
+#endif
+
+} // namespace at::pin

@@ -1,0 +1,578 @@
+"""Host memory of the accelerator through ``torchpin``: statistics, cap, cache, page-locking in place.
+
+Also pinned memory for backends that are written in Python. The allocator itself, the registry and
+their behaviour in threads and forked processes are tested in C++, see test_host_memory_cpp.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import multiprocessing
+import os
+import unittest
+
+import numpy as np
+import torch
+import torchpin
+from common_pin import ACCELERATOR, BASE, run_script
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+MIB = 1 << 20
+ON_REFDEV = ACCELERATOR == "refdev"
+# The allocator of the base for CUDA reports from 2.7 on.
+HAS_STATS = ON_REFDEV or BASE >= (2, 7)
+OutOfMemoryError = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+
+if ON_REFDEV:
+    import torch_refdev
+
+
+def pinned_empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+@unittest.skipIf(not HAS_STATS, "this PyTorch counts nothing for CUDA")
+class StatisticsTest(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        gc.collect()
+        pinned_empty(1)
+        torchpin.empty_host_cache()
+
+    def test_keys_and_sums(self) -> None:
+        before = torchpin.host_memory_stats()
+        held = pinned_empty(3 * MIB)
+        during = torchpin.host_memory_stats()
+        for name in ("active_bytes", "active_requests", "allocated_bytes", "allocations"):
+            for part in ("current", "peak", "allocated", "freed"):
+                self.assertIn(f"{name}.{part}", during)
+            self.assertEqual(
+                during[f"{name}.current"], during[f"{name}.allocated"] - during[f"{name}.freed"]
+            )
+            self.assertGreater(during[f"{name}.current"], before[f"{name}.current"])
+        for name in ("host_alloc_time", "host_free_time"):
+            for part in ("total", "max", "min", "count", "avg"):
+                self.assertIn(f"{name}.{part}", during)
+        self.assertEqual(during["num_host_alloc"], before["num_host_alloc"] + 1)
+        self.assertEqual(list(during), sorted(during))
+        del held
+        torchpin.empty_host_cache()
+        after = torchpin.host_memory_stats()
+        self.assertEqual(after["allocated_bytes.current"], before["allocated_bytes.current"])
+        self.assertGreater(after["num_host_free"], before["num_host_free"])
+
+    def test_peaks_are_reset(self) -> None:
+        pinned_empty(2 * MIB)
+        torchpin.empty_host_cache()
+        self.assertGreaterEqual(torchpin.host_memory_stats()["allocated_bytes.peak"], 2 * MIB)
+        torchpin.reset_peak_host_memory_stats()
+        stats = torchpin.host_memory_stats()
+        self.assertEqual(stats["allocated_bytes.peak"], stats["allocated_bytes.current"])
+        torchpin.reset_accumulated_host_memory_stats()
+        self.assertEqual(torchpin.host_memory_stats()["allocated_bytes.allocated"], 0)
+
+    def test_base_function_agrees(self) -> None:
+        if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+            pinned_empty(2 * MIB)
+            torch.accelerator.empty_host_cache()
+            stats = torchpin.host_memory_stats()
+            self.assertEqual(stats["allocated_bytes.current"], stats["active_bytes.current"])
+        else:
+            self.assertLess(BASE, (2, 12))
+
+    @unittest.skipIf(not ON_REFDEV, "PyTorch's allocator for CUDA rounds up to powers of two")
+    def test_waste(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        before = torch_refdev.counters()["locked_bytes"]
+        live: list[torch.Tensor] = []
+        peak_live = peak_locked = 0
+        for size in torch.randint(1, 4 * MIB, (400,), generator=generator).tolist():
+            if len(live) == 16:
+                live.pop(0)
+            live.append(pinned_empty(size))
+            peak_live = max(peak_live, sum(tensor.numel() for tensor in live))
+            peak_locked = max(peak_locked, torch_refdev.counters()["locked_bytes"] - before)
+        self.assertLessEqual(peak_locked / peak_live, 1.13)
+        torchpin.empty_host_cache()
+        locked = torch_refdev.counters()["locked_bytes"] - before
+        self.assertLessEqual(locked / sum(tensor.numel() for tensor in live), 1.13)
+        live.clear()
+        torchpin.empty_host_cache()
+        self.assertEqual(torch_refdev.counters()["locked_bytes"], before)
+
+
+class CapTest(TestCase):
+    @unittest.skipIf(not ON_REFDEV, "PyTorch's allocator for CUDA has no cap")
+    def test_cap(self) -> None:
+        self.assertIsNone(torchpin.max_host_memory())
+        torchpin.empty_host_cache()
+        held = torchpin.host_memory_stats()["allocated_bytes.current"]
+        try:
+            self.assertEqual(torchpin.max_host_memory(held + 4 * MIB), held + 4 * MIB)
+            first = pinned_empty(3 * MIB)
+            with self.assertRaises(OutOfMemoryError) as raised:
+                pinned_empty(2 * MIB)
+            text = str(raised.exception)
+            for part in (str(2 * MIB), str(held + 4 * MIB), "ulimit -l"):
+                self.assertIn(part, text)
+            del first
+            # What is unused makes room.
+            self.assertTrue(pinned_empty(4 * MIB).is_pinned())
+            with self.assertRaises(ValueError):
+                torchpin.max_host_memory(-1)
+        finally:
+            torchpin.max_host_memory(None)
+        self.assertIsNone(torchpin.max_host_memory())
+
+    @unittest.skipIf(ON_REFDEV, "the allocator of refdev can be capped")
+    def test_no_cap(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "has no cap"):
+            torchpin.max_host_memory(MIB)
+
+    def test_environment(self) -> None:
+        run_script(
+            """
+            import torch, torch_refdev, torchpin
+            torch.empty(1, pin_memory=True)
+            assert torchpin.max_host_memory() == 3 << 19, torchpin.max_host_memory()
+            """,
+            TORCHPIN_MAX_HOST_MEMORY="1.5M",
+        )
+        output = run_script(
+            """
+            import torch, torch_refdev, torchpin
+            torch.empty(1, pin_memory=True)
+            assert torchpin.max_host_memory() is None
+            """,
+            TORCHPIN_MAX_HOST_MEMORY="much",
+        )
+        self.assertIn("TORCHPIN_MAX_HOST_MEMORY is 'much'", output.stderr)
+
+
+class RegisterTest(TestCase):
+    """Page-locking in place, on whatever accelerator there is."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        gc.collect()
+        self.before = self.registered()
+
+    @staticmethod
+    def registered() -> tuple[int, int]:
+        """Ranges registered, and bytes locked for them."""
+        ranges, nbytes = torchpin._C._host_memory_registered()
+        if ON_REFDEV:
+            locked = torch_refdev.counters()["locked_bytes"]
+            return ranges, locked - torchpin.host_memory_stats()["allocated_bytes.current"]
+        return ranges, nbytes
+
+    def assert_nothing_left(self) -> None:
+        gc.collect()
+        self.assertEqual(self.registered(), self.before)
+
+    def test_context(self) -> None:
+        tensor = torch.arange(100_000)
+        address = tensor.data_ptr()
+        self.assertFalse(tensor.is_pinned())
+        with torchpin.register_host_memory(tensor) as same:
+            self.assertIs(same, tensor)
+            self.assertTrue(tensor.is_pinned())
+            self.assertTrue(tensor[10:20].is_pinned())
+            self.assertTrue(tensor.untyped_storage().is_pinned())
+            self.assertEqual(tensor.pin_memory().data_ptr(), address)
+            there = tensor.to(ACCELERATOR, non_blocking=True)
+            self.assertEqual(there.cpu(), torch.arange(100_000))
+        self.assertFalse(tensor.is_pinned())
+        self.assertEqual(tensor.data_ptr(), address)
+        self.assertEqual(tensor, torch.arange(100_000))
+        self.assert_nothing_left()
+
+    def test_is_counted(self) -> None:
+        tensor = torch.zeros(50_000)
+        first = torchpin.register_host_memory(tensor)
+        second = torchpin.register_host_memory(tensor)
+        first.unregister()
+        first.unregister()
+        self.assertTrue(tensor.is_pinned())
+        self.assertTrue(torchpin.unregister_host_memory(tensor))
+        self.assertFalse(tensor.is_pinned())
+        self.assertFalse(torchpin.unregister_host_memory(tensor))
+        second.unregister()
+        self.assert_nothing_left()
+
+    def test_goes_with_its_memory(self) -> None:
+        tensor = torch.zeros(500_000)
+        registration = torchpin.register_host_memory(tensor)
+        self.assertNotEqual(self.registered(), self.before)
+        view = tensor[1000:]
+        del tensor
+        self.assertTrue(view.is_pinned())
+        del view
+        self.assert_nothing_left()
+        registration.unregister()
+
+    def test_memory_that_is_replaced(self) -> None:
+        tensor = torch.zeros(1000)
+        torchpin.register_host_memory(tensor)
+        tensor.resize_(1_000_000)
+        self.assertFalse(tensor.is_pinned())
+        self.assert_nothing_left()
+
+    def test_address_used_again(self) -> None:
+        for i in range(50):
+            tensor = torch.full((300_000,), i, dtype=torch.int32)
+            self.assertFalse(tensor.is_pinned())
+            torchpin.register_host_memory(tensor)
+            self.assertTrue(tensor.is_pinned())
+            self.assertEqual(tensor.to(ACCELERATOR, non_blocking=True).cpu(), tensor)
+            del tensor
+        self.assert_nothing_left()
+
+    def test_part_of_a_storage(self) -> None:
+        whole = torch.zeros(64 * 1024, dtype=torch.uint8)
+        part = whole[16 * 1024 : 32 * 1024]
+        with torchpin.register_host_memory(part):
+            self.assertTrue(part.is_pinned())
+            self.assertTrue(part[100:].is_pinned())
+            if ON_REFDEV:
+                self.assertFalse(whole.is_pinned())
+        self.assert_nothing_left()
+
+    @unittest.skipIf(not ON_REFDEV, "what CUDA does with two ranges in a page is its own affair")
+    def test_neighbours_in_one_page(self) -> None:
+        whole = torch.zeros(5 * 4096, dtype=torch.uint8)
+        # On a page boundary, to know who shares what.
+        start = -whole.data_ptr() % 4096
+        left = whole[start : start + 4096 + 1000]
+        right = whole[start + 4096 + 1000 : start + 3 * 4096]
+        first = torchpin.register_host_memory(left)
+        second = torchpin.register_host_memory(right)
+        self.assertTrue(left.is_pinned() and right.is_pinned())
+        first.unregister()
+        self.assertTrue(right.is_pinned())
+        self.assertFalse(left.is_pinned())
+        self.assertTrue(torch_refdev.is_host_pinned(right.data_ptr()))
+        second.unregister()
+        self.assertFalse(torch_refdev.is_host_pinned(right.data_ptr()))
+        self.assert_nothing_left()
+
+    def test_shared_memory(self) -> None:
+        tensor = torch.arange(100_000).share_memory_()
+        address = tensor.data_ptr()
+        torchpin.register_host_memory(tensor)
+        self.assertTrue(tensor.is_pinned() and tensor.is_shared())
+        self.assertEqual(tensor.data_ptr(), address)
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=tensor.mul_, args=(2,))
+        process.start()
+        process.join()
+        self.assertEqual(process.exitcode, 0)
+        self.assertEqual(tensor, torch.arange(0, 200_000, 2))
+        # Sent elsewhere it is the same memory still.
+        kind, arguments = torch.multiprocessing.reductions.reduce_storage(tensor.untyped_storage())
+        self.assertIsNotNone(kind)
+        self.assertEqual(tensor.data_ptr(), address)
+        del arguments, tensor, process
+        self.assert_nothing_left()
+
+    def test_buffers(self) -> None:
+        array = np.arange(100_000)
+        with torchpin.register_host_memory(array):
+            self.assertTrue(torch.from_numpy(array).is_pinned())
+        self.assertFalse(torch.from_numpy(array).is_pinned())
+        torchpin.register_host_memory(array[10:])
+        self.assertTrue(torch.from_numpy(array[10:]).is_pinned())
+        del array
+        self.assert_nothing_left()
+
+        data = bytearray(200_000)
+        torchpin.register_host_memory(data)
+        with self.assertRaises(BufferError):
+            data.extend(b"more")
+        self.assertTrue(torch.frombuffer(data, dtype=torch.uint8).is_pinned())
+        self.assertTrue(torchpin.unregister_host_memory(data))
+        self.assertFalse(torchpin.unregister_host_memory(data))
+        data.extend(b"more")
+
+        with mmap.mmap(-1, MIB) as mapped, torchpin.register_host_memory(mapped):
+            tensor = torch.frombuffer(mapped, dtype=torch.uint8)
+            self.assertTrue(tensor.is_pinned())
+            del tensor
+        self.assert_nothing_left()
+
+    def test_memory_that_is_pinned_already(self) -> None:
+        tensor = torch.ones(1000).pin_memory()
+        with torchpin.register_host_memory(tensor) as same:
+            self.assertIs(same, tensor)
+        self.assertTrue(tensor.is_pinned())
+        self.assert_nothing_left()
+
+    def test_nothing_to_lock(self) -> None:
+        for empty in (torch.empty(0), torch.empty(3, 0), bytearray()):
+            torchpin.register_host_memory(empty).unregister()
+        self.assert_nothing_left()
+
+    def test_what_cannot_be_locked(self) -> None:
+        for tensor in (torch.ones(2, device="meta"), torch.eye(3).to_sparse()):
+            with self.assertRaisesRegex(ValueError, "only dense CPU tensors"):
+                torchpin.register_host_memory(tensor)
+        with self.assertRaises(TypeError):
+            torchpin.register_host_memory("text")
+
+    @unittest.skipIf(not ON_REFDEV, "there is no way to make CUDA refuse")
+    def test_refusal(self) -> None:
+        tensor = torch.zeros(MIB)
+        torch_refdev.set_locked_limit(torch_refdev.counters()["locked_bytes"] + 8192)
+        try:
+            with self.assertRaisesRegex(RuntimeError, "Cannot page-lock 4194304 bytes"):
+                torchpin.register_host_memory(tensor)
+        finally:
+            torch_refdev.set_locked_limit(None)
+        self.assertFalse(tensor.is_pinned())
+        self.assert_nothing_left()
+        # The device has no error pending.
+        self.assertEqual(torch.ones(3).to(ACCELERATOR).cpu(), torch.ones(3))
+
+    @unittest.skipIf(not ON_REFDEV, "needs a copy that is held back")
+    def test_copies_read_it_directly(self) -> None:
+        tensor = torch.zeros(1000)
+        with torchpin.register_host_memory(tensor):
+            with torch_refdev.hold_copies():
+                there = tensor.to(ACCELERATOR, non_blocking=True)
+                tensor.fill_(7)
+            self.assertEqual(there.cpu(), torch.full((1000,), 7.0))
+
+    def test_forked_child(self) -> None:
+        tensor = torch.zeros(100_000)
+        registration = torchpin.register_host_memory(tensor)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                pinned = torchpin._C._host_memory_registered()[0]
+                registration.unregister()
+                del tensor
+                gc.collect()
+                status = 0 if pinned == 0 else 2
+            finally:
+                os._exit(status)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertTrue(tensor.is_pinned())
+        registration.unregister()
+        self.assert_nothing_left()
+
+
+PYTHON_BACKEND = """
+import ctypes, sys, warnings
+import torch, torchpin
+
+locked = {}
+events = []
+
+def page_lock(address, nbytes):
+    assert address % 4096 == 0 and nbytes % 4096 == 0
+    if sum(locked.values()) + nbytes > LIMIT:
+        return False
+    locked[address] = nbytes
+
+def unlock(address, nbytes):
+    assert locked.pop(address) == nbytes
+
+class Module:
+    @staticmethod
+    def is_available(): return True
+    @staticmethod
+    def device_count(): return 1
+    @staticmethod
+    def current_device(): return 0
+    @staticmethod
+    def set_device(index): pass
+    @staticmethod
+    def _is_in_bad_fork(): return False
+    @staticmethod
+    def is_initialized(): return True
+
+LIMIT = 1 << 30
+torch.utils.rename_privateuse1_backend("pydev")
+torch._register_device_module("pydev", Module)
+if hasattr(torch._C, "_acc") and hasattr(torch._C._acc, "PrivateUse1Hooks"):
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_built(self): return True
+        def is_available(self): return True
+        def has_primary_context(self, index): return True
+    hooks = Hooks()
+    torch._C._acc.register_python_privateuseone_hook(hooks)
+"""
+
+
+class PythonBackendTest(TestCase):
+    """A backend without a line of C++."""
+
+    def test_pinning(self) -> None:
+        run_script(
+            PYTHON_BACKEND
+            + """
+try:
+    torch.ones(3).pin_memory()
+except RuntimeError as error:
+    assert "pydev" in str(error), error
+else:
+    raise AssertionError("pinned without functions")
+
+torchpin.register_host_memory_functions(page_lock, unlock)
+tensor = torch.arange(1000.0)
+pinned = tensor.pin_memory()
+assert torch.equal(pinned, tensor) and pinned.is_pinned() and not tensor.is_pinned()
+assert pinned.pin_memory() is pinned and pinned[5:].is_pinned()
+assert any(a <= pinned.data_ptr() < a + n for a, n in locked.items())
+assert torch.empty(10, pin_memory=True).is_pinned()
+
+stats = torchpin.host_memory_stats()
+assert stats["allocated_bytes.current"] == sum(locked.values()), stats
+del pinned
+torchpin.empty_host_cache()
+assert not locked and torchpin.host_memory_stats()["allocated_bytes.current"] == 0
+if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+    tensor.pin_memory()
+    torch._C._accelerator_emptyHostCache()
+    assert not locked, locked
+
+with torchpin.register_host_memory(tensor):
+    assert tensor.is_pinned() and sum(locked.values()) == 4096 * len(locked)
+assert not locked and not tensor.is_pinned()
+
+LIMIT = 1 << 20
+try:
+    torch.zeros(1 << 20).pin_memory()
+except torch._C._OutOfMemoryError if hasattr(torch._C, "_OutOfMemoryError") else RuntimeError as error:
+    assert "the driver refused" in str(error), error
+else:
+    raise AssertionError("pinned beyond the limit")
+LIMIT = 1 << 30
+
+def broken(address, nbytes):
+    raise KeyError("no such driver")
+torchpin.register_host_memory_functions(broken, unlock)
+try:
+    torch.zeros(1 << 20).pin_memory()
+except RuntimeError as error:
+    assert "page-lock function" in str(error) and "no such driver" in str(error), error
+else:
+    raise AssertionError("pinned by a broken function")
+for wrong in ((page_lock, None), (None, unlock)):
+    try:
+        torchpin.register_host_memory_functions(*wrong)
+    except TypeError:
+        pass
+    else:
+        raise AssertionError(wrong)
+torchpin.register_host_memory_functions(page_lock, unlock)
+
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.arange(64.0).reshape(16, 4))
+warnings.simplefilter("error")
+for workers in (0, 2):
+    batches = [batch for (batch,) in DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)]
+    assert all(batch.is_pinned() for batch in batches)
+    assert torch.equal(torch.cat(batches), data.tensors[0])
+kept = torch.ones(10).pin_memory()  # freed when the interpreter is gone
+""",
+            accelerator=None,
+        )
+
+    def test_events(self) -> None:
+        run_script(
+            PYTHON_BACKEND
+            + """
+class Event:
+    done = False
+
+def record_event(stream):
+    assert isinstance(stream, torch.Stream), stream
+    events.append(Event())
+    return events[-1]
+
+torchpin.register_host_memory_functions(
+    page_lock, unlock, record_event=record_event, query_event=lambda event: event.done
+)
+stream = torch.Stream(stream_id=3, device_index=0, device_type=20)
+pinned = torch.ones(100_000).pin_memory()
+address = pinned.data_ptr()
+assert torchpin.record_host_memory_use(pinned[50:], stream)
+assert not torchpin.record_host_memory_use(torch.ones(3), stream)
+del pinned
+assert len(events) == 1
+other = torch.ones(100_000).pin_memory()
+assert other.data_ptr() != address
+del other
+second = torch.ones(100_000).pin_memory()
+assert second.data_ptr() != address
+events[0].done = True
+assert torch.ones(100_000).pin_memory().data_ptr() == address
+""",
+            accelerator=None,
+        )
+
+
+class StandInTest(TestCase):
+    def test_empty_host_cache_of_any_backend(self) -> None:
+        # Stock PyTorch 2.12 to 2.14 ends with a segmentation fault here.
+        ways = ["", "null_allocator", "no_hooks", "no_allocator", "plain_allocator"]
+        for broken in [*ways, "python_hooks"] if BASE >= (2, 10) else ways:
+            run_script(
+                """
+                import torch, torch_refdev, torchpin
+                torch.ones(3).to("refdev")
+                if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+                    torch._C._accelerator_emptyHostCache()
+                    torch.accelerator.empty_host_cache()
+                torchpin.empty_host_cache()
+                torchpin.host_memory_stats()
+                torchpin.reset_peak_host_memory_stats()
+                """,
+                broken=broken,
+            )
+
+    def test_backend_without_hooks(self) -> None:
+        run_script(
+            PYTHON_BACKEND
+            + """
+if hasattr(torch._C, "_accelerator_emptyHostCache"):
+    torch._C._accelerator_emptyHostCache()
+torchpin.empty_host_cache()
+assert torchpin.host_memory_stats() == {}
+try:
+    torchpin.register_host_memory(torch.ones(3))
+except RuntimeError as error:
+    assert "register_host_memory_functions" in str(error), error
+else:
+    raise AssertionError("registered")
+""",
+            accelerator=None,
+        )
+
+    def test_no_accelerator(self) -> None:
+        run_script(
+            """
+            import torch, torchpin
+            torchpin.empty_host_cache()
+            torchpin.reset_peak_host_memory_stats()
+            for call in (
+                lambda: torchpin.max_host_memory(1 << 20),
+                lambda: torchpin.register_host_memory(torch.ones(3)),
+                lambda: torchpin.register_host_memory_functions(print, print),
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    print(error)
+                else:
+                    raise AssertionError(call)
+            """,
+            accelerator=None,
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

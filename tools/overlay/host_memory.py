@@ -1,0 +1,436 @@
+"""Page-locked host memory of the current accelerator: statistics, cap, cache, page-locking in place.
+
+The functions here are part of the package: ``torchpin.host_memory_stats()`` and so on. They ask
+whoever answers for the accelerator, in this order: functions given to
+:func:`register_host_memory_functions`, the host allocator of its hooks, the host allocator that the
+base has for it. They work on every supported release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+__all__ = [
+    "HostMemoryRegistration",
+    "empty_host_cache",
+    "host_memory_stats",
+    "max_host_memory",
+    "record_host_memory_use",
+    "register_host_memory",
+    "register_host_memory_functions",
+    "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
+    "unregister_host_memory",
+]
+
+
+def _extension() -> ModuleType:
+    from torchpin import _overlay
+
+    return _overlay.load_extension()
+
+
+def _accelerator() -> str | None:
+    name: str | None = _extension()._pin_target(False)[0]
+    return name
+
+
+# ---- statistics, cap, cache
+
+_NAMES_OF_2_10 = {
+    "allocation": "active_requests",
+    "allocated_bytes": "active_bytes",
+    "segment": "allocations",
+    "reserved_bytes": "allocated_bytes",
+}
+
+
+def host_memory_stats() -> OrderedDict[str, int]:
+    """Statistics of the host allocator of the current accelerator.
+
+    Returns:
+        What :func:`torch.cuda.host_memory_stats` of PyTorch 2.10 and later returns, under the same
+        keys and sorted, for every accelerator and on every base: ``allocated_bytes`` and
+        ``allocations`` (page-locked, in use or not), ``active_bytes`` and ``active_requests`` (in
+        use, or waiting for the accelerator to have finished), each with ``.current``, ``.peak``,
+        ``.allocated`` and ``.freed``; ``num_host_alloc`` and ``num_host_free`` (calls that
+        page-locked and unlocked); ``host_alloc_time`` and ``host_free_time`` (microseconds spent in
+        them) with ``.total``, ``.max``, ``.min``, ``.count`` and ``.avg``. An allocator made with
+        ``ATen/core/CachingHostMemory.h`` adds ``requested_bytes`` (what was asked for),
+        ``num_alloc_retries``, ``num_ooms`` and ``num_lost_blocks``. Empty where there is no
+        accelerator or its allocator counts nothing.
+
+    Initialises nothing. Memory that :func:`register_host_memory` page-locks is not counted.
+    """
+    stats: dict[str, int] = _extension()._host_memory_stats()
+    if not stats and _accelerator() == "cuda":
+        import torch
+
+        if hasattr(torch.cuda, "host_memory_stats"):
+            for key, value in torch.cuda.host_memory_stats().items():
+                name, dot, part = key.partition(".")
+                stats[_NAMES_OF_2_10.get(name, name) + dot + part] = value
+    return OrderedDict(sorted(stats.items()))
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Makes every ``.peak`` of :func:`host_memory_stats` what is current now."""
+    _extension()._host_memory_reset_peak()
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Sets what :func:`host_memory_stats` has summed up (``.allocated``, ``num_host_alloc``) to 0."""
+    _extension()._host_memory_reset_accumulated()
+
+
+def empty_host_cache() -> None:
+    """Unlocks and returns all page-locked memory that no tensor and no running copy uses.
+
+    Does nothing where there is no accelerator or its allocator keeps no cache. As
+    ``torch.accelerator.empty_host_cache()`` of 2.12 and later, on every base.
+    """
+    if _extension()._host_memory_empty_cache() or _accelerator() != "cuda":
+        return
+    import torch
+
+    if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<what it is>"
+
+
+_UNSET = _Unset()
+
+
+def max_host_memory(limit: int | _Unset | None = _UNSET) -> int | None:
+    """Sets or asks the cap on page-locked bytes of the current accelerator's host allocator.
+
+    Args:
+        limit: bytes; None for no cap. Left out: the cap stays.
+
+    Returns:
+        The cap that holds now.
+
+    At the cap the allocator first unlocks what it keeps unused. If that is not enough, pinning
+    raises :class:`torch.OutOfMemoryError` (``torch.cuda.OutOfMemoryError`` up to 2.4), and a
+    DataLoader delivers that batch in ordinary memory. ``TORCHPIN_MAX_HOST_MEMORY`` in the
+    environment, bytes or a number such as ``2G``, is the cap a process starts with.
+
+    Raises:
+        ValueError: if ``limit`` is negative.
+        RuntimeError: where the allocator cannot be capped, as PyTorch's own for CUDA.
+    """
+    extension = _extension()
+    if not isinstance(limit, _Unset):
+        if limit is not None and limit < 0:
+            raise ValueError(f"a cap on host memory is a number of bytes, not {limit}")
+        extension._host_memory_set_max(sys.maxsize * 2 + 1 if limit is None else limit)
+    cap: int | None = extension._host_memory_get_max()
+    return cap
+
+
+# ---- page-locking in place
+
+
+class HostMemoryRegistration:
+    """Memory that :func:`register_host_memory` has page-locked; a context manager that undoes it.
+
+    Keeps neither the memory nor the object it belongs to alive.
+    """
+
+    def __init__(self, data: Any, nbytes: int, undo: Callable[[], Any] | None) -> None:
+        self.nbytes = nbytes
+        """Bytes that this registration page-locks: 0 where they were pinned by other means."""
+        self._undo = undo
+        self._data: Callable[[], Any]
+        try:
+            self._data = weakref.ref(data)
+        except TypeError:
+            self._data = lambda: data
+
+    def unregister(self) -> None:
+        """Undoes this registration, once; calling it again does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __enter__(self) -> Any:
+        return self._data()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.unregister()
+
+    def __repr__(self) -> str:
+        state = "" if self._undo else ", undone"
+        return f"<HostMemoryRegistration of {self.nbytes} bytes{state}>"
+
+
+def register_host_memory(data: Any) -> HostMemoryRegistration:
+    """Page-locks the memory of a tensor or buffer where it is, for the current accelerator.
+
+    Data, address and sharing stay as they are, also for memory that processes share. A tensor over
+    it reads as pinned then, ``pin_memory()`` on it returns it as it is, and asynchronous copies read
+    and write it directly.
+
+    Args:
+        data: a dense CPU tensor, a storage, a numpy array, or any object with a contiguous buffer
+            (``bytearray``, ``mmap.mmap``, ``memoryview``). Of a tensor the part of its storage that
+            it covers.
+
+    Returns:
+        A context manager. Used plainly, the memory stays locked until its ``unregister()``, until
+        :func:`unregister_host_memory` with the same data, or until the memory goes away.
+
+    Registrations of the same memory are counted, and it is unlocked with the last one; so are pages
+    that two buffers share. Memory that is pinned already is left alone. The memory of a tensor or
+    numpy array is unlocked before it is freed. Other buffers are kept alive until they are
+    unregistered. A tensor in shared memory is kept, too: it is freed after its last other reference
+    has gone, as soon as the main thread runs Python again or any function here is called.
+
+    The caller sees to it that no copy still uses the memory when it is unregistered or freed: what
+    is on a stream then is not waited for, as with ``cudaHostUnregister``.
+
+    Raises:
+        RuntimeError: if the accelerator cannot page-lock memory in place, or its driver refuses;
+            nothing stays locked then.
+        ValueError: for tensors that are not dense and on the CPU.
+    """
+    import torch
+
+    _supply_cuda_functions()
+    if isinstance(data, (torch.UntypedStorage, torch.TypedStorage)):
+        return _register_tensor(_tensor_over(data), data)
+    if isinstance(data, torch.Tensor):
+        return _register_tensor(data, data)
+    return _register_buffer(data)
+
+
+def unregister_host_memory(data: Any) -> bool:
+    """Undoes one :func:`register_host_memory` of the same tensor or buffer.
+
+    Returns:
+        False if it was not registered, which is no error.
+    """
+    import torch
+
+    if isinstance(data, (torch.UntypedStorage, torch.TypedStorage)):
+        data = _tensor_over(data)
+    if isinstance(data, torch.Tensor):
+        done: bool = _extension()._host_memory_unregister_tensor(data)
+        return done
+    return _unregister_buffer(*_extension()._host_memory_buffer(data))
+
+
+def _tensor_over(storage: Any) -> Any:
+    import torch
+
+    storage = storage.untyped() if hasattr(storage, "untyped") else storage
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _register_tensor(tensor: Any, data: Any) -> HostMemoryRegistration:
+    extension = _extension()
+    on_cpu = tensor.device.type == "cpu"
+    shared = on_cpu and tensor.layout == _strided() and tensor.untyped_storage().is_shared()
+    registered = extension._host_memory_register_tensor(tensor, shared)
+    if registered is None:
+        return HostMemoryRegistration(data, 0, None)
+    # The storage's Python object lives as long as the storage, whoever holds it.
+    storage = weakref.ref(tensor.untyped_storage())
+    if shared:
+        weakref.finalize(tensor, extension._host_memory_release_soon).atexit = False
+
+    def undo() -> None:
+        alive = storage()
+        if alive is not None:
+            extension._host_memory_unregister_storage(_tensor_over(alive), *registered)
+
+    return HostMemoryRegistration(data, registered[1], undo)
+
+
+def _strided() -> Any:
+    import torch
+
+    return torch.strided
+
+
+# For each range what undoes it when its owner goes away, or keeps the owner alive.
+_buffers: dict[tuple[int, int], list[Any]] = {}
+
+
+def _register_buffer(data: Any) -> HostMemoryRegistration:
+    extension = _extension()
+    address, nbytes = extension._host_memory_buffer(data)
+    if nbytes == 0:
+        return HostMemoryRegistration(data, 0, None)
+    extension._host_memory_register_range(address, nbytes)
+    owner = _owner_of_array(data)
+    entry: Any
+    if owner is None:
+        entry = memoryview(data)
+    else:
+        entry = weakref.finalize(owner, _unregister_buffer, address, nbytes)
+        entry.atexit = False
+    _buffers.setdefault((address, nbytes), []).append(entry)
+    return HostMemoryRegistration(data, nbytes, lambda: _unregister_buffer(address, nbytes))
+
+
+def _owner_of_array(data: Any) -> Any:
+    """The numpy array whose memory ``data`` is; None for everything else."""
+    numpy = sys.modules.get("numpy")
+    while numpy is not None and isinstance(data, numpy.ndarray):
+        if data.base is None:
+            return data
+        data = data.base
+    return None
+
+
+def _unregister_buffer(address: int, nbytes: int) -> bool:
+    entries = _buffers.get((address, nbytes))
+    if not entries:
+        return False
+    entry = entries.pop()
+    if not entries:
+        del _buffers[address, nbytes]
+    if isinstance(entry, weakref.finalize):
+        entry.detach()
+    done: bool = _extension()._host_memory_unregister_range(address, nbytes)
+    return done
+
+
+# ---- CUDA
+
+
+def _supply_cuda_functions() -> None:
+    """Gives the registry cudaHostRegister and cudaHostUnregister, where CUDA is the accelerator."""
+    global _cuda_is_supplied
+    if _cuda_is_supplied or _accelerator() != "cuda":
+        return
+    # The driver takes any range and counts bytes, so nothing is rounded to pages.
+    _extension()._set_host_memory_functions(
+        "cuda", _cuda_register, _cuda_unregister, None, None, 1, False
+    )
+    _cuda_is_supplied = True
+
+
+_cuda_is_supplied = False
+
+
+def _cuda_register(address: int, nbytes: int) -> bool:
+    import torch
+
+    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    if int(error) == 0:
+        return True
+    _clear_cuda_error()
+    raise RuntimeError(f"cudaHostRegister: {torch.cuda.cudart().cudaGetErrorString(error)}")
+
+
+def _cuda_unregister(address: int, nbytes: int) -> None:
+    import torch
+
+    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+        _clear_cuda_error()
+
+
+def _clear_cuda_error() -> None:
+    """Takes back the error that the runtime remembers, which would show up at the next kernel."""
+    with open("/proc/self/maps") as maps:
+        found = re.search(r"\S+/lib(cudart|amdhip64)[-.\w]*\.so[.\d]*$", maps.read(), re.MULTILINE)
+    if found is not None:
+        library = ctypes.CDLL(found[0])
+        name = "cudaGetLastError" if found[1] == "cudart" else "hipGetLastError"
+        getattr(library, name)()
+        return
+    import torch
+
+    # Linked in statically: the check after a kernel launch takes it back, and raises it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+# ---- backends that are written in Python
+
+
+def register_host_memory_functions(
+    page_lock: Callable[[int, int], Any] | None,
+    unlock: Callable[[int, int], Any] | None,
+    *,
+    record_event: Callable[[Any], Any] | None = None,
+    query_event: Callable[[Any], bool] | None = None,
+) -> None:
+    """Gives a PrivateUse1 backend without C++ pinned host memory.
+
+    ``Tensor.pin_memory()``, ``is_pinned()``, ``torch.empty(..., pin_memory=True)``, the DataLoader
+    and :func:`register_host_memory` work for it afterwards. To be called when the backend is
+    imported.
+
+    Args:
+        page_lock: called with an address and a number of bytes, multiples of the page size; tells
+            the driver to page-lock that memory. Returns False, or raises MemoryError, if the driver
+            refuses. None takes all functions away.
+        unlock: called with the same two numbers to undo it.
+        record_event: called with a :class:`torch.Stream` that uses a block which is being freed;
+            returns an object that stands for what is on the stream now. Needed if copies are still
+            under way when they return; the backend then reports each to
+            :func:`record_host_memory_use`.
+        query_event: called with such an object; whether it is done.
+
+    The functions are called in any thread, also from deleters, and must not pin memory themselves.
+
+    A backend whose C++ hooks supply an allocator keeps it; the functions are then used for
+    :func:`register_host_memory` only.
+
+    Raises:
+        TypeError: if ``unlock`` is missing, or only one of the two functions for events is given.
+        RuntimeError: if the current accelerator is not a PrivateUse1 backend.
+    """
+    import torch
+
+    if (page_lock is None) != (unlock is None):
+        raise TypeError("page_lock and unlock come together")
+    if (record_event is None) != (query_event is None):
+        raise TypeError("record_event and query_event come together")
+    extension = _extension()
+    name = torch._C._get_privateuse1_backend_name()
+    accelerator, lack = extension._pin_target(False)[:2]
+    if accelerator != name:
+        raise RuntimeError(
+            f"host memory functions are for PrivateUse1 backends, and the current accelerator is "
+            f"{accelerator}; register the backend first (torch.utils.rename_privateuse1_backend)"
+        )
+    supplies = lack in ("hooks", "allocator", "null_allocator", "plain_allocator")
+    supplies = supplies or extension._host_memory_is_supplied(name)
+    extension._set_host_memory_functions(
+        name, page_lock, unlock, record_event, query_event, 4096, supplies
+    )
+
+
+def record_host_memory_use(tensor: Any, stream: Any) -> bool:
+    """Reports that work on ``stream`` reads or writes the pinned memory of a CPU tensor.
+
+    For backends in Python, after each copy that is still under way when it returns: the memory is
+    then not used again before that work has finished. Backends in C++ call ``record_event`` of their
+    host allocator.
+
+    Returns:
+        False if the memory is not of the accelerator's host allocator.
+    """
+    done: bool = _extension()._host_memory_record_use(tensor, stream)
+    return done
