@@ -71,6 +71,8 @@ if [ ${#lacking[@]} -gt 0 ]; then
 fi
 
 echo "== build"
+MAX_JOBS=$(nproc)
+export MAX_JOBS
 for what in . test/cpp_extensions/torch_refdev; do
   "$inside" "${offline[@]}" --no-build-isolation "$what" >"$work/build.log" 2>&1 ||
     { tail -n 40 "$work/build.log"; fail "the build of $what failed"; }
