@@ -11,8 +11,10 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -144,9 +146,16 @@ def test_every_case_of_presets_and_sweeps_survives_json() -> None:
 # ---- real runs
 
 
-def test_a_run_measures_writes_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+@pytest.fixture
+def scratch() -> Iterator[pathlib.Path]:
+    """An empty folder for temporary files. Sockets lie there, so its path is short."""
+    with tempfile.TemporaryDirectory(prefix="tp-") as folder:
+        yield pathlib.Path(folder)
+
+
+def test_a_run_measures_writes_and_leaves_nothing(
+    tmp_path: pathlib.Path, scratch: pathlib.Path
+) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "svg")}
     arguments = ["--shape", "3,8,8", "--batch-size", "4", "--workers", "1", "--decode", "--copy"]
     arguments += ["--mode", "copy", "--unpinned", "--rounds", "2", "--batches", "10"]
@@ -191,9 +200,9 @@ def processes_with(marker: str) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_every_process(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+def test_an_interrupt_ends_every_process(number: signal.Signals, scratch: pathlib.Path) -> None:
     marker = f"torchpin-{uuid.uuid4()}"
-    env = environment(ACCELERATOR, TORCHPIN_TEST_MARKER=marker, TMPDIR=str(tmp_path))
+    env = environment(ACCELERATOR, TORCHPIN_TEST_MARKER=marker, TMPDIR=str(scratch))
     arguments = ["--shape", "8", "--workers", "2", "--seconds", "300", "--rounds", "1"]
     process = subprocess.Popen([*BENCH, *arguments], env=env, stderr=subprocess.PIPE, text=True)
     try:
@@ -210,4 +219,4 @@ def test_an_interrupt_ends_every_process(number: signal.Signals, tmp_path: pathl
     assert process.returncode == (130 if number == signal.SIGINT else 143), errors
     assert "Traceback" not in errors
     assert not processes_with(marker)
-    assert not list(tmp_path.iterdir())
+    assert not list(scratch.iterdir())

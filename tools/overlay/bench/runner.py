@@ -23,6 +23,7 @@ from torchpin.bench.results import CaseResult, WayResult
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _START_SECONDS: Final = 120
+_LONGEST_FOLDER: Final = 107 - len("/torchpin-bench-01234567/pymp-01234567/listener-01234567")
 
 
 class BenchFailure(Exception):
@@ -155,9 +156,12 @@ class Runner:
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(adopting_orphans())
-            # Not a TemporaryDirectory of the servers' own: they may be killed.
+            # Holds the temporary files of all servers, which may be killed before they remove them.
+            # Workers have sockets there, and the path of a socket ends at 107 bytes: in a longer one
+            # the stock way would hang.
+            short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
             folder = tempfile.TemporaryDirectory(
-                prefix="torchpin-bench-", ignore_cleanup_errors=True
+                prefix="torchpin-bench-", dir=None if short else "/tmp", ignore_cleanup_errors=True
             )
             self._folder = stack.enter_context(folder)
             stack.callback(self._kill_servers)
