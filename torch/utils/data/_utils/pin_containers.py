@@ -195,7 +195,7 @@ def _choose(kind: type) -> Handler:
         # the accelerator refuses.
         return _tuple
     if method is not None:
-        return _by_function(method)
+        return _by_own_method()
     if issubclass(kind, torch.Tensor):
         return _tensor
     for bases, handler in _BUILT_IN:
@@ -234,10 +234,10 @@ def _own_method(kind: type) -> Callable[..., Any] | None:
     return None
 
 
-def _device_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
-    """The parameter of ``function(obj, ...)`` that wants a device."""
+def _device_parameter(function: Callable[..., Any], taken: int) -> inspect.Parameter | None:
+    """The parameter that wants a device, behind the first ``taken`` ones."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(inspect.signature(function).parameters.values())[taken:]
     except (TypeError, ValueError):  # made in C, without a signature
         return None
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -249,19 +249,37 @@ def _device_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
     return needed[0] if len(needed) == 1 else None
 
 
-def _by_function(function: Callable[..., Any]) -> Handler:
-    """Calls ``function(obj)``, an unbound method or a registered function, once."""
-    wanted = _device_parameter(function)
+def _call_with_device(
+    function: Callable[..., Any], arguments: tuple[Any, ...], wanted: inspect.Parameter | None
+) -> Answer:
     if wanted is None:
-        return lambda obj: (REPLACED, function(obj))
+        return REPLACED, function(*arguments)
+    accelerator = torch._C._get_accelerator()
+    if accelerator.type == "cpu" and wanted.default is not wanted.empty:
+        return REPLACED, function(*arguments)
+    if wanted.kind is wanted.POSITIONAL_ONLY:
+        return REPLACED, function(*arguments, accelerator)
+    return REPLACED, function(*arguments, **{wanted.name: accelerator})
+
+
+def _by_function(function: Callable[..., Any]) -> Handler:
+    """Calls a registered function."""
+    wanted = _device_parameter(function, 1)
+    return lambda obj: _call_with_device(function, (obj,), wanted)
+
+
+def _by_own_method() -> Handler:
+    """Calls ``obj.pin_memory()``. What it takes is found out once, until somebody replaces it."""
+    known: Any = None
+    wanted: inspect.Parameter | None = None
 
     def call(obj: Any) -> Answer:
-        accelerator = torch._C._get_accelerator()
-        if accelerator.type == "cpu" and wanted.default is not wanted.empty:
-            return (REPLACED, function(obj))
-        if wanted.kind is wanted.POSITIONAL_ONLY:
-            return (REPLACED, function(obj, accelerator))
-        return (REPLACED, function(obj, **{wanted.name: accelerator}))
+        nonlocal known, wanted
+        method = obj.pin_memory
+        function = getattr(method, "__func__", method)
+        if function is not known:
+            known, wanted = function, _device_parameter(method, 0)
+        return _call_with_device(method, (), wanted)
 
     return call
 
@@ -792,19 +810,7 @@ def _unknown(obj: Any) -> Answer:
         method = None
     if callable(method):
         # In the instance, or through a proxy.
-        bound = method
-
-        def unbound(_: Any, **device: Any) -> Any:
-            return bound(**device)
-
-        with contextlib.suppress(TypeError, ValueError):
-            signature = inspect.signature(bound)
-            this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            if "device" in signature.parameters:
-                unbound.__signature__ = signature.replace(  # type: ignore[attr-defined]
-                    parameters=[this, signature.parameters["device"]]
-                )
-        return _by_function(unbound)(obj)
+        return _call_with_device(method, (), _device_parameter(method, 0))
     path = _path_to_tensor(obj, _SCANNED_DEPTH)
     return None if path is None else (MISSED, path, None)
 
