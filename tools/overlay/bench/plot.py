@@ -14,7 +14,7 @@ SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 _COLORS: Final = {
     cases.STOCK: "#7f7f7f",
-    "auto": "#1f6fb4",
+    "auto": "#009e73",
     "in_place": "#d55e00",
     "copy": "#1f6fb4",
     "off": "#9ecae1",
@@ -42,7 +42,7 @@ def _bars(axes: Any, results: Sequence[CaseResult]) -> None:
             axes.text(ratio, place, f" {figure(way.rate)}", va="center", fontsize=8)
             place += 1
         ticks.append((first + place - 1) / 2)
-        labels.append(result.case.title.replace(", ", "\n"))
+        labels.append("\n".join(result.case.title.rsplit(", ", 1)))
         place += 0.8
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.invert_yaxis()
@@ -71,7 +71,7 @@ def _curves(axes: Any, results: Sequence[CaseResult], sweep: str) -> None:
     axes.set_ylabel("batches per second")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
-    axes.set_title(f"{results[0].case.workers} worker(s), collating only", fontsize=9)
+    axes.set_title(f"workers that only collate: {results[0].case.workers}", fontsize=9)
 
 
 def _bytes_text(value: float) -> str:
