@@ -462,7 +462,12 @@ bool SharedSlots::adopt(uint32_t participant) noexcept {
 }
 
 bool SharedSlots::has_holds(uint32_t slot) const noexcept {
-  for (uint32_t p = 0; p < shared_->participants; ++p) {
+  return shared_->holds(slot, 0).load(std::memory_order_acquire) != 0 ||
+         held_by_others(slot);
+}
+
+bool SharedSlots::held_by_others(uint32_t slot) const noexcept {
+  for (uint32_t p = 1; p < shared_->participants; ++p) {
     if (shared_->holds(slot, p).load(std::memory_order_acquire) != 0) {
       return true;
     }

@@ -202,6 +202,8 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   // Bytes of the slot that exist in memory.
   uint64_t resident_bytes(uint32_t slot) const noexcept;
   bool in_use(uint32_t slot) const noexcept;
+  // Whether a participant other than main holds the slot.
+  bool held_by_others(uint32_t slot) const noexcept;
 
   uint32_t slots() const noexcept;
   uint32_t workers() const noexcept;

@@ -69,6 +69,7 @@ WHOLE_FILES: Final = (
     WholeFile("torch._pin_deprecation", "the deprecated device argument, in one place"),
     WholeFile("torch.utils.data._utils.pin_target", "what a loader pins for, and whether it can"),
     WholeFile("torch.utils.data._utils.pin_containers", "how objects of all kinds are taken apart"),
+    WholeFile("torch.utils.data._utils.transport", "batches of workers arrive in reusable slots"),
     WholeFile(
         "torch.utils.data._utils.pin_memory",
         "pins a batch in one native call, and carries errors to the training loop; replaces",
@@ -77,6 +78,8 @@ WHOLE_FILES: Final = (
 
 _DATALOADER = "torch.utils.data.dataloader"
 _TARGET = "torch.utils.data._utils.pin_target"
+_WORKER = "torch.utils.data._utils.worker"
+_TRANSPORT = "torch.utils.data._utils.transport"
 _DEPRECATION = "torch._pin_deprecation"
 
 SEAMS: Final = (
@@ -102,6 +105,50 @@ SEAMS: Final = (
         f"{_TARGET}:configure",
         ("self", "loader"),
         "decides instead: the current accelerator, or plain batches and one warning",
+    ),
+    Seam(
+        f"{_DATALOADER}:_BaseDataLoaderIter.__init__",
+        "end",
+        f"{_TRANSPORT}:prepare",
+        ("self", "loader"),
+        "makes the slots that the workers will fill, before they start",
+    ),
+    Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter.__init__",
+        "end",
+        f"{_TRANSPORT}:started",
+        ("self",),
+        "the collate function has brought the slots to the workers",
+    ),
+    Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._mark_worker_as_unavailable",
+        "end",
+        f"{_TRANSPORT}:worker_gone",
+        ("self", "worker_id"),
+        "what an ended worker kept in slots is taken back",
+    ),
+    Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._shutdown_workers",
+        "end",
+        f"{_TRANSPORT}:close",
+        ("self",),
+        "memory of slots is given back when the workers are gone",
+    ),
+    Seam(
+        f"{_WORKER}:_worker_loop",
+        "start",
+        f"{_TRANSPORT}:enter_worker",
+        ("data_queue", "collate_fn", "worker_id"),
+        "what a worker puts into its queue is packed into a slot",
+        rebinds="data_queue",
+    ),
+    Seam(
+        f"{_WORKER}:_worker_loop",
+        "start",
+        f"{_TRANSPORT}:own_collate_fn",
+        ("collate_fn",),
+        "the slots came with the collate function",
+        rebinds="collate_fn",
     ),
 )
 
@@ -141,5 +188,11 @@ METHODS: Final = (
         "is_pinned",
         f"{_DEPRECATION}:storage_is_pinned",
         "the default means CUDA up to 2.12",
+    ),
+    Method(
+        "torch:TypedStorage",
+        "_new_shared",
+        f"{_TRANSPORT}:typed_storage_new_shared",
+        "default_collate asks here for the shared memory that it stacks into",
     ),
 )

@@ -25,6 +25,8 @@ PyObject* PyInit__C() {
     torch::pin::initPinTargetBindings(module);
     torch::pin::initTensorMethodBindings(module);
     torch::pin::initPinBatchBindings(module);
+    torch::pin::initHostMemoryBindings(module);
+    torch::pin::initTransportBindings(module);
   } catch (const std::exception& error) {
     if (!PyErr_Occurred()) {
       PyErr_SetString(PyExc_ImportError, error.what());

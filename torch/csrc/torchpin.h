@@ -9,5 +9,7 @@ namespace torch::pin {
 void initPinTargetBindings(PyObject* module);
 void initTensorMethodBindings(PyObject* module);
 void initPinBatchBindings(PyObject* module);
+void initHostMemoryBindings(PyObject* module);
+void initTransportBindings(PyObject* module);
 
 } // namespace torch::pin

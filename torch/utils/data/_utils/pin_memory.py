@@ -33,15 +33,10 @@ from torch._utils import ExceptionWrapper, KeyErrorMessage
 
 from torchpin import _C
 
-from . import MP_STATUS_CHECK_INTERVAL
+from . import MP_STATUS_CHECK_INTERVAL, transport
 from .pin_containers import expand, kind_of_type, register_pin_function
 
 __all__ = ["LoaderDevice", "RefusalCount", "pin_memory", "refused", "register_pin_function"]
-
-
-def unpack(data: Any) -> Any:
-    """The batch behind what came out of the workers' queue."""
-    return data
 
 
 def pin_memory(data: Any, device: str | torch.device | None = None) -> Any:
@@ -342,12 +337,13 @@ def _one_item(
     if not done_event.is_set() and not isinstance(data, ExceptionWrapper):
         retired = refusals = None
         try:
-            data = unpack(data)
-            # The walk lets go of the originals before they are freed: the assignment drops the last
-            # Python object that holds them, release() the memory, without the GIL.
-            data, retired, refusals = _C._pin_batch(
-                data, True, kind_of_type, expand, _missed, _resisted
-            )
+            data, whole = transport.unpack(data)
+            if not whole:
+                # The walk lets go of the originals before they are freed: the assignment drops the
+                # last Python object that holds them, release() the memory, without the GIL.
+                data, retired, refusals = _C._pin_batch(
+                    data, True, kind_of_type, expand, _missed, _resisted
+                )
             if retired is not None:
                 retired.release()
             if refusals is not None:

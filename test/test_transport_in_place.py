@@ -1,0 +1,225 @@
+"""In place mode: the accelerator reads and writes the slots themselves, and no slot is used again too
+early.
+
+On the reference accelerator, whose copies can be held back and whose bugs would show as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from common_pin import ACCELERATOR, run_script
+from test_transport import HAS_REPORTS, Images, check_images, loader_of
+from torch.utils.data import Dataset
+from torchpin import _C
+
+refdev: Any = pytest.importorskip("torch_refdev") if ACCELERATOR == "refdev" else None
+
+pytestmark = pytest.mark.skipif(
+    not HAS_REPORTS or ACCELERATOR != "refdev",
+    reason="copies are reported to the host allocator from 2.8 on, and only refdev can hold them back",
+)
+
+
+class Numbers(Dataset):
+    """Vectors that are full of their index."""
+
+    def __init__(self, length: int, width: int = 4096) -> None:
+        self.length = length
+        self.width = width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.width,), index, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def copy_delay(seconds: float) -> Iterator[None]:
+    refdev.set_copy_delay(seconds)
+    try:
+        yield
+    finally:
+        refdev.set_copy_delay(0.0)
+
+
+def train(batches: int, streams: int, loader: Any) -> int:
+    """Copies each batch without waiting, drops it at once and goes on; how many arrived wrong."""
+    sums: list[tuple[torch.Tensor, int]] = []
+    wrong = 0
+    side = [torch.refdev.Stream() for _ in range(streams)]
+
+    def settle() -> int:
+        torch.refdev.synchronize()
+        bad = sum(int(total.cpu().sum()) != want for total, want in sums)
+        sums.clear()
+        return bad
+
+    for number, batch in enumerate(loader):
+        want = (4 * number * 4 + 6) * loader.dataset.width
+        with torch.refdev.stream(side[number % streams]):
+            on_device = batch.to("refdev", non_blocking=True)
+        del batch
+        sums.append((on_device, want))
+        if len(sums) == 64:
+            wrong += settle()
+    return wrong + settle()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_training_loop_with_delayed_copies_reads_whole_batches(streams: int) -> None:
+    loader = loader_of(
+        Numbers(4 * 2500, 512), "in_place", batch_size=4, num_workers=2, prefetch_factor=4
+    )
+    with copy_delay(0.0005):
+        assert train(2500, streams, loader) == 0
+
+
+def test_several_threads_train_at_once() -> None:
+    wrong: list[int] = []
+
+    def run() -> None:
+        loader = loader_of(
+            Numbers(4 * 1000, 512), "in_place", batch_size=4, num_workers=1, prefetch_factor=4
+        )
+        wrong.append(train(1000, 2, loader))
+
+    with copy_delay(0.0005):
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == [0, 0, 0]
+
+
+def test_without_the_guard_the_same_loop_reads_what_was_written_later() -> None:
+    loader = loader_of(
+        Numbers(4 * 500, 512), "in_place", batch_size=4, num_workers=2, prefetch_factor=4
+    )
+    _C._set_slot_events_honoured(False)
+    try:
+        with copy_delay(0.002):
+            assert train(500, 1, loader) > 0
+    finally:
+        _C._set_slot_events_honoured(True)
+
+
+def test_a_slot_waits_for_its_copies_and_comes_back() -> None:
+    iterator = iter(loader_of(Images(200), "in_place", batch_size=4, num_workers=1))
+    batch = next(iterator)
+    made = iterator._transport
+    assert made.stats.in_place > 0
+    with refdev.hold_copies():
+        on_device = batch[0].to("refdev", non_blocking=True)
+        del batch
+        assert made.pinned.waiting() == 1
+        for _ in range(10):
+            check_images(next(iterator))
+        assert made.pinned.waiting() == 1
+    torch.refdev.synchronize()
+    for _ in range(5):
+        check_images(next(iterator))
+    assert made.pinned.waiting() == 0
+    check_images([on_device.cpu(), torch.arange(4)])
+
+
+def test_copies_from_the_device_keep_the_slot_too() -> None:
+    iterator = iter(loader_of(Images(400), "in_place", batch_size=4, num_workers=1))
+    source = torch.full((4, 3, 32, 32), 5.0).to("refdev")
+    torch.refdev.synchronize()
+    target = next(iterator)[0]
+    later = []
+    with refdev.hold_copies():
+        target.copy_(source, non_blocking=True)
+        del target
+        # The copy lands only now; it must not land in one of these.
+        later = [next(iterator) for _ in range(8)]
+    torch.refdev.synchronize()
+    for batch in later:
+        check_images(batch)
+
+
+def test_pinned_memory_of_others_is_still_reported_to_its_own_allocator() -> None:
+    iterator = iter(loader_of(Images(40), "in_place", batch_size=4, num_workers=1))
+    next(iterator)
+    ordinary = torch.full((1 << 16,), 3.0).pin_memory()
+    with refdev.hold_copies():
+        on_device = ordinary.to("refdev", non_blocking=True)
+        address = ordinary.data_ptr()
+        del ordinary
+        again = torch.empty(1 << 16).pin_memory()
+        assert again.data_ptr() != address
+    torch.refdev.synchronize()
+    assert bool((on_device.cpu() == 3.0).all())
+
+
+def test_nothing_is_locked_that_was_never_used_and_all_is_unlocked_at_the_end() -> None:
+    before = refdev.counters()["locked_bytes"]
+    iterator = iter(loader_of(Images(400), "in_place", batch_size=4, num_workers=2))
+    for _, _batch in zip(range(20), iterator, strict=False):
+        pass
+    made = iterator._transport
+    stats = made.slots.stats()
+    assert 0 < made.pinned.locked_bytes() <= stats["most_in_use"] * (64 << 10)
+    kept = next(iterator)
+    check_images(kept)
+    del iterator, made, _batch
+    gc.collect()
+    assert refdev.counters()["locked_bytes"] > before
+    check_images(kept)
+    del kept
+    gc.collect()
+    assert refdev.counters()["locked_bytes"] == before
+
+
+def test_a_refused_page_lock_is_a_copy() -> None:
+    list(loader_of(Images(40), "in_place", batch_size=4, num_workers=1))
+    iterator = iter(loader_of(Images(400), "in_place", batch_size=4, num_workers=1))
+    made = iterator._transport
+    refdev.empty_pinned_cache()
+    refdev.set_locked_limit(refdev.counters()["locked_bytes"])
+    try:
+        batches = [next(iterator) for _ in range(6)]
+    finally:
+        refdev.set_locked_limit(None)
+    for batch in batches:
+        check_images(batch)
+    assert made.stats.copied_instead["lock_refused"] > 0
+
+
+def test_a_backend_that_reports_no_copies_gets_copy_mode() -> None:
+    done = run_script(
+        """
+        import torch, common_pin
+        from torch.utils.data import DataLoader
+        from common_pin import Samples
+        iterator = iter(DataLoader(Samples(64), batch_size=4, num_workers=1, pin_memory=True))
+        batches = list(iterator)
+        print(iterator._transport.stats.in_place, iterator._transport.why_copy)
+        """,
+        broken="forget_events",
+        TORCHPIN_TRANSPORT="auto",
+    )
+    assert done.stdout.startswith("0 the backend does not report its copies"), done.stdout
+
+
+def test_epochs_of_a_persistent_loader_use_the_same_slots() -> None:
+    loader = loader_of(Images(64), "in_place", batch_size=8, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        list(loader)
+    iterator = loader._iterator
+    locked = iterator._transport.pinned.locked_bytes()
+    refdev.reset_counters()
+    for _ in range(20):
+        for batch in loader:
+            check_images(batch)
+    assert iterator._transport.pinned.locked_bytes() <= 2 * locked
+    assert refdev.counters()["pin_calls"] <= 4

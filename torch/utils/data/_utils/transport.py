@@ -1,0 +1,525 @@
+"""Batches of DataLoader workers in shared slots that are used again and again.
+
+Native code is ``torch/csrc/Transport.cpp`` over ``c10/core/SharedSlots.h``; here is what happens around
+it, in the order in which it happens:
+
+- main process, ``_BaseDataLoaderIter.__init__``: :func:`prepare` makes the slots of an iterator and
+  hides them in the collate function, the one thing that travels to every worker whatever the start
+  method;
+- worker, ``_worker_loop``: :func:`enter_worker` takes them out again and puts a :class:`_WorkerQueue`
+  in front of the result queue, which packs every batch;
+- worker, ``default_collate``: :func:`typed_storage_new_shared` answers its request for shared memory;
+- main process, pin thread: :func:`unpack`;
+- main process, ``_shutdown_workers``: :func:`close`.
+
+A batch that cannot travel in a slot (none is free, too large, no memory) goes the way of the base, with
+a note of the reason. No function here waits for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, Literal
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
+from torchpin import _C
+
+__all__ = ["Stats", "close", "prepare", "transport", "unpack"]
+
+Mode = Literal["auto", "in_place", "copy", "off"]
+_MODES: Final = ("auto", "in_place", "copy", "off")
+_ENVIRONMENT: Final = "TORCHPIN_TRANSPORT"
+_ATTRIBUTE: Final = "transport"
+_DEFAULT: Final = "off"
+
+_MAX_SLOT_BYTES: Final = 8 << 30
+_MAX_REFUSALS: Final = 3
+"""After so many page-locks that were refused an iterator goes on in copy mode."""
+
+# As Delivery in Transport.cpp.
+_IN_PLACE: Final = 1
+_KEPT_BY_WORKER: Final = 2
+_LOCK_REFUSED: Final = 3
+_WHY_COPIED: Final = {_KEPT_BY_WORKER: "kept_by_worker", _LOCK_REFUSED: "lock_refused"}
+
+
+# ---- which mode
+
+
+def _checked(mode: str, where: str) -> str:
+    if mode not in _MODES:
+        raise ValueError(f"{where} is {mode!r}; expected one of {', '.join(map(repr, _MODES))}")
+    return mode
+
+
+_mode: str | None = None
+
+
+class transport:
+    """Chooses how batches come from the workers of every DataLoader with ``pin_memory=True``.
+
+    ``torchpin.transport("copy")`` holds from then on, ``with torchpin.transport("copy"):`` for the
+    iterators that are made inside. The environment variable ``TORCHPIN_TRANSPORT`` says what holds
+    before; an attribute ``transport`` of a DataLoader wins over both for that loader.
+
+    Args:
+        mode: ``"in_place"``: the workers write into page-locked memory and the batch is that memory;
+            ``"copy"``: one copy, into the accelerator's own pinned memory; ``"auto"``: in place where
+            that is safe, else copy; ``"off"``: as PyTorch without torchpin.
+
+    Raises:
+        ValueError: for any other mode.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        global _mode
+        self._before = _mode
+        _mode = _checked(mode, "transport mode")
+
+    def __enter__(self) -> transport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _mode
+        _mode = self._before
+
+
+def _mode_of(loader: Any) -> str:
+    own = getattr(loader, _ATTRIBUTE, None)
+    if isinstance(own, str):
+        return _checked(own, f"DataLoader.{_ATTRIBUTE}")
+    if _mode is not None:
+        return _mode
+    return _checked(
+        os.environ.get(_ENVIRONMENT) or _DEFAULT, f"environment variable {_ENVIRONMENT}"
+    )
+
+
+# ---- what is counted
+
+
+class Stats:
+    """What the transport did, for one iterator or for the process.
+
+    Attributes:
+        batches: batches that arrived in a slot.
+        bytes: their bytes in slots.
+        in_place: how many of them were delivered without a copy.
+        stock_batches: batches that took the base's way as a whole, by reason.
+        stock_tensors: tensors that took the base's way inside a batch that arrived in a slot.
+        copied_instead: batches that were copied although in place was chosen, by reason.
+        refused_bytes: bytes that the accelerator refused to pin.
+        unpack_seconds: time spent making tensors of what arrived.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.bytes = 0
+        self.in_place = 0
+        self.stock_batches: dict[str, int] = {}
+        self.stock_tensors = 0
+        self.copied_instead: dict[str, int] = {}
+        self.refused_bytes = 0
+        self.unpack_seconds = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All counts by name."""
+        return {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in vars(self).items()
+        }
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({inside})"
+
+
+total: Final = Stats()
+"""Everything in this process."""
+
+
+# ---- the main process
+
+
+class _Transport:
+    """The slots of one iterator, in the main process."""
+
+    def __init__(self, workers: int, slots: int, mode: str) -> None:
+        self.key = next(_keys)
+        self.mode = mode
+        self.slots = _C._SharedSlots(workers, slots, _MAX_SLOT_BYTES)
+        self.pinned: Any = None
+        self.why_copy: str | None = "mode" if mode == "copy" else None
+        self.refusals = 0
+        self.stats = Stats()
+        self.workers = workers
+        self.gone: set[int] = set()
+        _transports[self.key] = self
+
+    def choose(self) -> None:
+        """Decides between in place and copy: in the pin thread, where the accelerator may start."""
+        why: str = _C._why_not_in_place()
+        if why:
+            self.why_copy = why
+        else:
+            self.pinned = _C._PinnedSlots(self.slots)
+
+    def count(self, size: int, stock: int, refused: int, delivery: int, seconds: float) -> None:
+        for stats in (total, self.stats):
+            stats.batches += 1
+            stats.bytes += size
+            stats.stock_tensors += stock
+            stats.refused_bytes += refused
+            stats.unpack_seconds += seconds
+            if delivery == _IN_PLACE:
+                stats.in_place += 1
+            elif delivery in _WHY_COPIED:
+                reason = _WHY_COPIED[delivery]
+                stats.copied_instead[reason] = stats.copied_instead.get(reason, 0) + 1
+        if delivery == _LOCK_REFUSED:
+            self.refusals += 1
+            if self.refusals == _MAX_REFUSALS:
+                self.pinned = None
+                self.why_copy = "the accelerator refused to page-lock slots"
+
+    def clear_gone(self) -> None:
+        """Takes back what dead workers held; the ones that are still ending are tried again."""
+        self.gone = {w for w in self.gone if not self.slots.reclaim(w + 1, False)}
+
+
+_keys: Final = itertools.count()
+_transports: Final[weakref.WeakValueDictionary[int, _Transport]] = weakref.WeakValueDictionary()
+
+
+class _Carrier:
+    """A collate function with slots behind it, on its way to a worker.
+
+    Under ``fork`` the object itself arrives. ``spawn`` and ``forkserver`` pickle it while the process
+    is being started, when a descriptor can go along.
+    """
+
+    def __init__(self, collate_fn: Callable[..., Any], key: int, slots: Any) -> None:
+        self.collate_fn = collate_fn
+        self.key = key
+        self.slots = slots
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.collate_fn(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _carrier, (self.collate_fn, self.key, reduction.DupFd(self.slots.fd()))
+
+
+def _carrier(collate_fn: Callable[..., Any], key: int, descriptor: Any) -> _Carrier:
+    return _Carrier(collate_fn, key, _C._SharedSlots.attach(descriptor.detach()))
+
+
+def prepare(iterator: Any, loader: Any) -> None:
+    """Makes the slots of a new iterator, before its workers start."""
+    if not iterator._pin_memory:
+        return
+    try:
+        mode = _mode_of(loader)
+    except ValueError:
+        # The base's __del__ asks for it, and would complain about an iterator that has not got so far.
+        iterator._shutdown = True
+        raise
+    if mode == "off":
+        return
+    if iterator._num_workers <= 0:
+        if iterator._collate_fn is default_collate:
+            iterator._collate_fn = _collate_pinned
+        return
+    # As many batches as the base lets the workers have under way, what the training loop holds (this
+    # batch, and the one before until its name is bound again), two more whose copies to the accelerator
+    # are still running, and some that data sets keep. Slots that are never needed take no memory.
+    slots = iterator._num_workers * (loader.prefetch_factor + 4) + 4
+    try:
+        made = _Transport(iterator._num_workers, min(slots, 1024), mode)
+    except RuntimeError:
+        _count_stock(None, "no_slots")
+        return
+    iterator._transport = made
+    iterator._collate_fn = _Carrier(iterator._collate_fn, made.key, made.slots)
+
+
+def started(iterator: Any) -> None:
+    """The workers of an iterator have started: gives it its own collate function back."""
+    carrier = iterator._collate_fn
+    if isinstance(carrier, _Carrier):
+        iterator._collate_fn = carrier.collate_fn
+
+
+def worker_gone(iterator: Any, worker_id: int) -> None:
+    """A worker has ended or is about to: what it still held is taken back once it is dead."""
+    made = getattr(iterator, "_transport", None)
+    if made is not None:
+        made.gone.add(worker_id)
+
+
+def close(iterator: Any) -> None:
+    """The workers of an iterator are gone: gives memory back that no batch uses."""
+    made = getattr(iterator, "_transport", None)
+    if made is None:
+        return
+    for worker in range(made.workers):
+        made.slots.reclaim(worker + 1, True)
+    if made.pinned is not None:
+        made.pinned.give_back()
+    else:
+        made.slots.trim_free_slots()
+
+
+def _collate_pinned(batch: Any) -> Any:
+    """``default_collate`` without workers: stacks tensors into pinned memory, so that none is copied
+    again."""
+    return collate(batch, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_pinned})
+
+
+def _stack_pinned(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    element = batch[0]
+    plain = type(element) is torch.Tensor and element.layout == torch.strided
+    if plain and element.device.type == "cpu" and not any(t.requires_grad for t in batch):
+        shape = (len(batch), *element.shape)
+        with contextlib.suppress(RuntimeError):
+            # A wrong shape among the batch is for the base to report, and so is a refusal to pin.
+            place = torch.empty(shape, dtype=element.dtype, pin_memory=True)
+            return torch.stack(batch, 0, out=place)
+    return default_collate_fn_map[torch.Tensor](batch, collate_fn_map=collate_fn_map)
+
+
+def _count_stock(made: _Transport | None, reason: str) -> None:
+    for stats in (total,) if made is None else (total, made.stats):
+        stats.stock_batches[reason] = stats.stock_batches.get(reason, 0) + 1
+
+
+def unpack(data: Any) -> tuple[Any, bool]:
+    """The batch behind what came out of the workers' queue, and whether it is pinned as a whole.
+
+    Whole means that there is nothing in it but plain data and tensors that are pinned already.
+
+    Raises:
+        Exception: whatever unpickling the user's objects raises.
+    """
+    kind = type(data)
+    if kind is _Packed:
+        return _unpack(data)
+    if kind is _StockWay:
+        made = _transports.get(data.key)
+        _count_stock(made, data.reason)
+        return data.data, False
+    return data, False
+
+
+def _make_array(sizes: tuple[int, ...], dtype: str, fortran: bool) -> tuple[Any, int]:
+    import numpy
+
+    array = numpy.empty(sizes, dtype, "F" if fortran else "C")
+    return array, array.__array_interface__["data"][0]
+
+
+def _unpack(packed: _Packed) -> tuple[Any, bool]:
+    made = _transports.get(packed.key)
+    if made is None:
+        raise RuntimeError("a batch arrived after the slots of its iterator were gone")
+    if made.pinned is None and made.why_copy is None:
+        made.choose()
+    begin = time.perf_counter()
+    objects, body, others, stock, size, refused, delivery = _C._unpack(
+        made.slots, made.pinned, packed.message, _make_array
+    )
+    data = pickle.loads(body, buffers=objects)
+    # The list has a reference to everything in the batch.
+    del objects
+    made.count(size, stock, refused, delivery, time.perf_counter() - begin)
+    if made.gone:
+        made.clear_gone()
+    return data, others == 0 and refused == 0
+
+
+# ---- what travels
+
+
+class _Packed:
+    """A batch in a slot."""
+
+    __slots__ = ("key", "message")
+
+    def __init__(self, key: int, message: bytes) -> None:
+        self.key = key
+        self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Packed, (self.key, self.message)
+
+
+class _StockWay:
+    """A batch that travels as the base sends it, and why."""
+
+    __slots__ = ("data", "key", "reason")
+
+    def __init__(self, key: int, reason: str, data: Any) -> None:
+        self.key = key
+        self.reason = reason
+        self.data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StockWay, (self.key, self.reason, self.data)
+
+
+# ---- the worker
+
+_packer: Any = None
+"""Of this process, if it is a worker with slots."""
+_collating = False
+"""Whether a batch is being collated. What a data set collates for itself, perhaps to keep it, is no
+part of a batch yet and stays out of the slot."""
+
+
+def _take_apart(array: Any) -> tuple[int, int, tuple[int, ...], bool, str] | bool:
+    """Address, bytes, shape, order and dtype of an array that can be copied as bytes.
+
+    Otherwise whether there may be tensors in it.
+    """
+    dtype = array.dtype
+    if dtype.hasobject:
+        return True
+    flags = array.flags
+    if (
+        dtype.names is not None
+        or dtype.kind not in "biufcmMSU"
+        or dtype.metadata is not None
+        or not flags.forc
+    ):
+        return False
+    return (
+        array.__array_interface__["data"][0],
+        array.nbytes,
+        array.shape,
+        bool(flags.fnc),
+        dtype.str,
+    )
+
+
+class _Pickler(ForkingPickler):
+    """The pickler of the base's queues, with tensors and arrays out of line."""
+
+    reducer_override: Any
+
+
+class _WorkerQueue:
+    """The result queue of a worker; what is put into it is packed first."""
+
+    def __init__(self, queue: Any, key: int, slots: Any) -> None:
+        self._queue = queue
+        self._key = key
+        self._packer = _C._Packer(slots)
+        try:
+            import numpy
+
+            array_type: Any = numpy.ndarray
+        except ImportError:
+            array_type = None
+        buffer = pickle.PickleBuffer(bytearray(1))
+        self._reduce = self._packer.make_reduce(_C._identity, buffer, array_type, _take_apart)
+        self._stays_in_band = self._packer.make_buffer_callback(buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def put(self, item: tuple[Any, Any]) -> None:
+        index, data = item
+        self._queue.put((index, self._packed(data)))
+
+    def _packed(self, data: Any) -> Any:
+        if data is None or isinstance(
+            data, (ExceptionWrapper, torch.utils.data._utils.worker._IterableDatasetStopIteration)
+        ):
+            self._packer.abandon()
+            return data
+        try:
+            return self._pack(data)
+        except Exception:
+            # Whatever cannot be pickled is reported by the base, as ever.
+            self._packer.abandon()
+            return data
+
+    def _pack(self, data: Any) -> Any:
+        packer = self._packer
+        if not packer.begin():
+            return _StockWay(self._key, "no_free_slot", data)
+        whole = True
+        while True:
+            stream = io.BytesIO()
+            pickler = _Pickler(stream, 5, True, self._stays_in_band)
+            pickler.reducer_override = self._reduce
+            pickler.dump(data)
+            if packer.is_empty():
+                packer.abandon()
+                return data if whole else _StockWay(self._key, "too_large", data)
+            message = packer.finish(stream.getvalue())
+            if message is NotImplemented:
+                whole = False
+                continue
+            if message is None:
+                packer.abandon()
+                return _StockWay(self._key, "too_large", data)
+            return _Packed(self._key, message)
+
+
+def enter_worker(queue: Any, collate_fn: Any, worker_id: int) -> Any:
+    """The result queue that a worker is to use."""
+    global _packer
+    _packer = None
+    if not isinstance(collate_fn, _Carrier) or not collate_fn.slots.adopt(worker_id + 1):
+        return queue
+    packing = _WorkerQueue(queue, collate_fn.key, collate_fn.slots)
+    _packer = packing._packer
+    return packing
+
+
+def own_collate_fn(collate_fn: Any) -> Any:
+    """The collate function that a worker is to use: the user's own, inside of what marks its calls."""
+    if not isinstance(collate_fn, _Carrier):
+        return collate_fn
+    own = collate_fn.collate_fn
+    if _packer is None:
+        return own
+
+    def marked(data: Any) -> Any:
+        global _collating
+        _collating = True
+        try:
+            return own(data)
+        finally:
+            _collating = False
+
+    return marked
+
+
+def typed_storage_new_shared(base: Callable[..., Any]) -> Callable[..., Any]:
+    """``TypedStorage._new_shared`` that takes memory from the slot which the worker fills."""
+
+    @functools.wraps(base)
+    def _new_shared(self: Any, size: int, *, device: Any = None) -> Any:
+        if _collating and (device is None or torch.device(device).type == "cpu"):
+            memory = _packer.new_shared(size * self._element_size())
+            if memory is not None:
+                return torch.TypedStorage(
+                    wrap_storage=memory.untyped_storage(), dtype=self.dtype, _internal=True
+                )
+        return base(self, size, device=device)
+
+    return _new_shared
