@@ -3,6 +3,7 @@
 #include <ATen/Base.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/HostMemory.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -129,7 +130,28 @@ bool recognisesOwnMemory(c10::Allocator* allocator) {
   return recognised;
 }
 
+// The allocator of a backend that pins by kernels of its own: factory functions
+// can use it, but such a backend need not have one.
+c10::Allocator* allocatorBesideKernels(Initialize initialize) {
+  if (initialize == Initialize::No || !at::isPrivateUse1HooksRegistered()) {
+    return nullptr;
+  }
+  lazyInit(c10::kPrivateUse1);
+  try {
+    auto* allocator =
+        at::detail::getPrivateUse1Hooks().getPinnedMemoryAllocator();
+    return allocator != nullptr && !isPlain(allocator) ? allocator : nullptr;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
+  if (auto* supplied = suppliedHostAllocator(c10::kPrivateUse1)) {
+    target.lack = Lack::Nothing;
+    target.allocator = supplied;
+    return target;
+  }
   // Kernels and hooks are registered once, when a backend is imported, so what
   // has worked stays the answer, and a batch costs no second diagnosis.
   if (auto* known = recognisedAllocator.load(std::memory_order_acquire)) {
@@ -141,6 +163,7 @@ PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
   if (overriddenByBackend("aten::_pin_memory")) {
     target.lack = Lack::Nothing;
     target.ownKernels = true;
+    target.allocator = allocatorBesideKernels(initialize);
     return target;
   }
   if (!at::isPrivateUse1HooksRegistered()) {
@@ -278,6 +301,16 @@ PinTarget pinTarget(Initialize initialize) {
   if (type == c10::kPrivateUse1) {
     return privateUse1Target(std::move(target), initialize);
   }
+  if (type == c10::kCUDA && !at::globalContext().hasCUDA()) {
+    // What PyTorch was built for, on a machine that has none: newer releases
+    // call it the accelerator all the same.
+    target.accelerator.reset();
+    return lacking(
+        std::move(target),
+        Lack::Accelerator,
+        "no accelerator was found (this PyTorch is built for CUDA, but no CUDA "
+        "device is available)");
+  }
   if (type == c10::kMPS) {
     return lacking(
         std::move(target),
@@ -308,6 +341,15 @@ bool isPinned(const c10::StorageImpl& storage) {
   const auto accelerator = at::getAccelerator(/*checked=*/false);
   if (data == nullptr || !accelerator.has_value()) {
     return false;
+  }
+  if (HostMemoryRegistry::instance().covers(data, storage.nbytes())) {
+    return true;
+  }
+  if (auto* supplied = suppliedHostAllocator(*accelerator)) {
+    const auto* cache = dynamic_cast<HostMemoryCache*>(supplied);
+    if (cache != nullptr && cache->owns(data)) {
+      return true;
+    }
   }
 #if TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
   if (*accelerator == c10::kPrivateUse1 &&

@@ -32,11 +32,11 @@ enum class Lack : uint8_t {
 const char* lackName(Lack lack);
 
 struct PinTarget {
-  // at::getAccelerator(), whatever it lacks.
+  // at::getAccelerator(), whatever it lacks; none if there is no such device.
   std::optional<c10::DeviceType> accelerator;
   Lack lack = Lack::Accelerator;
-  // Supplies page-locked memory. Null while something is lacking, and for a
-  // backend that pins by kernels of its own (see ownKernels).
+  // Supplies page-locked memory. Null while something is lacking, and perhaps
+  // for a backend that pins by kernels of its own (see ownKernels).
   c10::Allocator* allocator = nullptr;
   // The backend overrides aten::is_pinned/_pin_memory itself: pin through the
   // dispatcher, not through the allocator.

@@ -1,12 +1,15 @@
 #include <ATen/native/PinMemory.h>
 
 #include <ATen/Base.h>
+#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/HostMemoryRegistry.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PinTarget.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_native.h>
 #include <ATen/ops/empty_strided_native.h>
@@ -44,7 +47,18 @@ bool is_pinned(const Tensor& self, std::optional<Device> /*device*/) {
   if (!self.is_cpu() || !self.has_storage()) {
     return false;
   }
-  return isPinned(*self.storage().unsafeGetStorageImpl());
+  const auto& storage = *self.storage().unsafeGetStorageImpl();
+  if (isPinned(storage)) {
+    return true;
+  }
+  // Of a storage that is page-locked in part, this part.
+  const auto itemsize = self.dtype().itemsize();
+  return storage.data() != nullptr &&
+      HostMemoryRegistry::instance().covers(
+          static_cast<const char*>(storage.data()) +
+              self.storage_offset() * itemsize,
+          detail::computeStorageNbytes(
+              self.sizes(), self.strides(), itemsize));
 }
 
 Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
@@ -53,8 +67,17 @@ Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
       "cannot pin a tensor on ",
       self.device(),
       ": only dense CPU tensors can be pinned");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      self.layout() == kStrided,
+      "cannot pin a tensor of layout ",
+      self.layout(),
+      ": only dense CPU tensors can be pinned");
   const PinTarget target = requirePinTarget();
-  TORCH_INTERNAL_ASSERT(target.allocator != nullptr);
+  TORCH_CHECK(
+      target.allocator != nullptr,
+      "cannot pin memory: the accelerator's backend overrides "
+      "aten::_pin_memory, its kernel left the work to PyTorch's, and its hooks "
+      "supply no allocator for that");
   const auto bytes = detail::computeStorageNbytes(
       self.sizes(), self.strides(), self.dtype().itemsize());
   auto storage = Storage(
@@ -94,7 +117,7 @@ std::optional<Return> accelerator_kernel(const char* name, const Tensor& self) {
 }
 
 bool is_pinned_select(const Tensor& self, std::optional<Device> device) {
-  if (!self.is_cpu()) {
+  if (!self.is_cpu() || self.layout() != kStrided) {
     return false;
   }
   if (auto pinned = accelerator_kernel<bool>("aten::is_pinned", self)) {
@@ -104,6 +127,13 @@ bool is_pinned_select(const Tensor& self, std::optional<Device> device) {
 }
 
 Tensor _pin_memory_select(const Tensor& self, std::optional<Device> device) {
+  if (self.is_nested()) {
+    // Pins the buffer, so it is back here in a moment.
+    const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("aten::_pin_memory", "");
+    return op.typed<Tensor(const Tensor&, std::optional<Device>)>().redispatch(
+        c10::DispatchKeySet(c10::DispatchKey::NestedTensorCPU), self, device);
+  }
   if (auto pinned = accelerator_kernel<Tensor>("aten::_pin_memory", self)) {
     return *std::move(pinned);
   }
@@ -112,13 +142,19 @@ Tensor _pin_memory_select(const Tensor& self, std::optional<Device> device) {
 
 #endif // !TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
 
-// What a factory gets that asks for pinned memory: the target's allocator, or
-// null where ordinary memory has to do because the backend is incomplete.
-// Throws if there is no accelerator at all.
-c10::Allocator* factory_allocator() {
+// Where the memory of a factory function that asks for pinned memory comes from.
+struct FactoryMemory {
+  c10::Allocator* allocator = nullptr;
+  // No allocator, but kernels of the backend's own: pin what was made.
+  bool pinAfterwards = false;
+};
+
+// Throws if there is no accelerator at all. An incomplete backend gets ordinary
+// memory and a warning.
+FactoryMemory factoryMemory() {
   const PinTarget target = pinTarget(Initialize::Yes);
   if (target.ready()) {
-    return target.allocator;
+    return {target.allocator, target.allocator == nullptr};
   }
   if (target.lack == Lack::Accelerator) {
     requirePinTarget();
@@ -127,7 +163,17 @@ c10::Allocator* factory_allocator() {
       "pin_memory=True was asked for, but ordinary memory is used: ",
       target.reason,
       ".");
-  return nullptr;
+  return {};
+}
+
+// As every factory of the base does: see torch.utils.deterministic.
+Tensor filled(Tensor result) {
+  if (C10_UNLIKELY(
+          at::globalContext().deterministicAlgorithms() &&
+          at::globalContext().deterministicFillUninitializedMemory())) {
+    at::native::fill_empty_deterministic_(result);
+  }
+  return result;
 }
 
 Tensor empty_memory_format(
@@ -141,17 +187,18 @@ Tensor empty_memory_format(
     return at::native::empty_cpu(
         size, dtype, layout, device, pin_memory, memory_format);
   }
-  auto* allocator = factory_allocator();
-  if (allocator == nullptr) {
-    return at::native::empty_cpu(
+  const auto memory = factoryMemory();
+  if (memory.allocator == nullptr) {
+    auto plain = at::native::empty_cpu(
         size, dtype, layout, device, /*pin_memory=*/false, memory_format);
+    return memory.pinAfterwards ? plain.pin_memory() : plain;
   }
-  return at::detail::empty_generic(
+  return filled(at::detail::empty_generic(
       size,
-      allocator,
+      memory.allocator,
       c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::dtype_or_default(dtype),
-      memory_format);
+      memory_format));
 }
 
 Tensor empty_strided(
@@ -165,17 +212,18 @@ Tensor empty_strided(
     return at::native::empty_strided_cpu(
         size, stride, dtype, layout, device, pin_memory);
   }
-  auto* allocator = factory_allocator();
-  if (allocator == nullptr) {
-    return at::native::empty_strided_cpu(
+  const auto memory = factoryMemory();
+  if (memory.allocator == nullptr) {
+    auto plain = at::native::empty_strided_cpu(
         size, stride, dtype, layout, device, /*pin_memory=*/false);
+    return memory.pinAfterwards ? plain.pin_memory() : plain;
   }
-  return at::detail::empty_strided_generic(
+  return filled(at::detail::empty_strided_generic(
       size,
       stride,
-      allocator,
+      memory.allocator,
       c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::dtype_or_default(dtype));
+      c10::dtype_or_default(dtype)));
 }
 
 std::mutex registrationMutex;
