@@ -148,6 +148,7 @@ class Clean(Command):
         shutil.rmtree(ROOT / "build", ignore_errors=True)
 
 
+(ROOT / BUILD).mkdir(parents=True, exist_ok=True)
 packages = ["torchpin"] + [
     "torchpin." + ".".join(path.parent.relative_to(ROOT / "tools/overlay").parts)
     for path in sorted((ROOT / "tools/overlay").glob("*/**/__init__.py"))
@@ -160,7 +161,9 @@ setup(
     packages=packages,
     package_data={"torchpin": ["py.typed", "*.pyi"]},
     ext_modules=[Extension("torchpin._C", sources=[])],
-    options={"build": {"build_base": f"{BUILD}/python"}},
+    # Metadata in the root of the checkout would be found by every Python that is started there, and
+    # its entry points too, even where torchpin is not installed.
+    options={"build": {"build_base": f"{BUILD}/python"}, "egg_info": {"egg_base": BUILD}},
     cmdclass={
         "build_py": BuildTree,
         "build_ext": BuildExtension,
