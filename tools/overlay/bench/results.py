@@ -84,7 +84,7 @@ class WayResult:
         """How most batches came to the training loop: what the way did, not what it was told to do."""
         if not self.pinned:
             return "not pinned"
-        if name not in cases.MODES:
+        if name not in cases.MODES or name == "off":
             return "pinned"
         batches, in_place = self.counted("batches"), self.counted("in_place")
         if 2 * batches < sum(one["batches"] for one in self.measurements):
