@@ -61,12 +61,9 @@ def _counts() -> dict[str, Any]:
 
     if not torchpin.is_enabled():
         return {}
-    try:
-        from torch.utils.data._utils import transport
-    except ImportError:
-        return {}
-    counts: dict[str, Any] = transport.total.as_dict()
-    return counts
+    from torch.utils.data._utils import transport
+
+    return transport.stats()
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,11 @@ from torchpin.bench.cases import Case, MiB
 FORMAT: Final = 1
 """Version of the JSON that is written."""
 
+_UNUSUAL: Final = {
+    "stock_batches": "took the stock way",
+    "copied_instead": "were copied although they could have stayed in place",
+}
+
 
 def spread(values: Sequence[float]) -> float:
     """Half the distance between the least and the largest, over the median."""
@@ -131,13 +136,14 @@ class CaseResult:
             if way.failed:
                 lines.append(f"{self.case.title}, {name}: {way.failed}")
                 continue
-            taken = way.counted("stock_batches") if name in cases.MODES else 0
-            if isinstance(taken, dict) and taken:
-                total = sum(one["batches"] for one in way.measurements)
-                reasons = ", ".join(f"{count} {reason}" for reason, count in taken.items())
-                lines.append(
-                    f"{self.case.title}, {name}: of {total} batches took the stock way: {reasons}"
-                )
+            total = sum(one["batches"] for one in way.measurements)
+            for count, what in _UNUSUAL.items():
+                by_reason = way.counted(count) if name in cases.MODES else None
+                if isinstance(by_reason, dict) and by_reason:
+                    reasons = ", ".join(
+                        f"{number} {reason}" for reason, number in by_reason.items()
+                    )
+                    lines.append(f"{self.case.title}, {name}: of {total} batches {what}: {reasons}")
         return lines
 
 
