@@ -74,10 +74,13 @@ class StatisticsTest(TestCase):
 
     def test_base_function_agrees(self) -> None:
         if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+            # It does nothing before the device has a context.
+            torch.ones(1).to(ACCELERATOR)
             pinned_empty(2 * MIB)
+            before = torchpin.host_memory_stats()["allocated_bytes.current"]
             torch.accelerator.empty_host_cache()
-            stats = torchpin.host_memory_stats()
-            self.assertEqual(stats["allocated_bytes.current"], stats["active_bytes.current"])
+            after = torchpin.host_memory_stats()["allocated_bytes.current"]
+            self.assertLessEqual(after, before - 2 * MIB)
         else:
             self.assertLess(BASE, (2, 12))
 
@@ -264,11 +267,11 @@ class RegisterTest(TestCase):
         self.assertTrue(tensor.is_pinned() and tensor.is_shared())
         self.assertEqual(tensor.data_ptr(), address)
         context = multiprocessing.get_context("fork")
-        process = context.Process(target=tensor.mul_, args=(2,))
+        process = context.Process(target=tensor.__setitem__, args=(5, 77))
         process.start()
         process.join()
         self.assertEqual(process.exitcode, 0)
-        self.assertEqual(tensor, torch.arange(0, 200_000, 2))
+        self.assertEqual(tensor[4:7], torch.tensor([4, 77, 6]))
         # Sent elsewhere it is the same memory still.
         kind, arguments = torch.multiprocessing.reductions.reduce_storage(tensor.untyped_storage())
         self.assertIsNotNone(kind)
@@ -433,11 +436,6 @@ assert stats["allocated_bytes.current"] == sum(locked.values()), stats
 del pinned
 torchpin.empty_host_cache()
 assert not locked and torchpin.host_memory_stats()["allocated_bytes.current"] == 0
-if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
-    tensor.pin_memory()
-    torch._C._accelerator_emptyHostCache()
-    assert not locked, locked
-
 with torchpin.register_host_memory(tensor):
     assert tensor.is_pinned() and sum(locked.values()) == 4096 * len(locked)
 assert not locked and not tensor.is_pinned()

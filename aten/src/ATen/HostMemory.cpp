@@ -18,7 +18,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
-#include <typeinfo>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -286,6 +286,31 @@ Registered* registeredOf(const c10::Storage& storage) {
           : nullptr);
 }
 
+// On newer bases a storage that has a Python object counts one reference from
+// it, and the object lives as long as the storage; older ones count none.
+template <class Slot, class = void>
+struct PythonObject {
+  static bool isOnlyKept(const Slot& /*slot*/) {
+    return false;
+  }
+};
+template <class Slot>
+struct PythonObject<
+    Slot,
+    std::void_t<decltype(std::declval<const Slot&>().has_unique_reference())>> {
+  static bool isOnlyKept(const Slot& slot) {
+    return slot.has_unique_reference();
+  }
+};
+
+bool heldByNobodyElse(const c10::Storage& storage) {
+  const auto count = storage.use_count();
+  const auto* slot = storage.unsafeGetStorageImpl()->pyobj_slot();
+  return count == 1 ||
+         (count == 2 &&
+          PythonObject<std::decay_t<decltype(*slot)>>::isOnlyKept(*slot));
+}
+
 // Remembers that `bytes` are registered for this storage.
 void follow(const c10::Storage& storage, Bytes bytes, bool keep) {
   std::lock_guard<std::mutex> lock(shared().mutex);
@@ -519,7 +544,7 @@ void releaseRegisteredHostMemory() {
     std::lock_guard<std::mutex> lock(shared().mutex);
     auto& kept = shared().kept;
     for (auto it = kept.begin(); it != kept.end();) {
-      if (it->first.use_count() == 1) {
+      if (heldByNobodyElse(it->first)) {
         alone.push_back(std::move(*it));
         it = kept.erase(it);
       } else {
