@@ -117,4 +117,23 @@ def examine(backend: Backend) -> dict[str, Any]:
 
 
 def _not_offered() -> dict[int, str]:
-    return {2: "not yet", 3: "not yet"}
+    """Depths that the backend does not claim. One that it claims and fails at is for the tests."""
+    import torchpin
+
+    missing = {}
+    try:
+        torchpin.max_host_memory()
+    except RuntimeError as error:
+        missing[2] = _sentence(error)
+    memory = torch.zeros(100_000)
+    try:
+        torchpin.register_host_memory(memory).unregister()
+    except RuntimeError as error:
+        # What a driver says when it refuses is another sentence.
+        if "page-lock memory in place" in str(error):
+            missing[3] = _sentence(error)
+    return missing
+
+
+def _sentence(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

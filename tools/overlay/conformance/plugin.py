@@ -8,7 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import pytest
@@ -140,7 +140,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """A backend that hangs ends the run with the stacks of all threads."""
     run = item.config.stash[_session]
     faulthandler.dump_traceback_later(_SECONDS_FOR_ONE_TEST, file=run.stderr, exit=True)
@@ -151,7 +151,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
     report: Any = yield
     if not _is_ours(item):
         return report

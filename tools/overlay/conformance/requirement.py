@@ -6,7 +6,7 @@ its author need not read the test.
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import pytest
 
@@ -71,11 +71,11 @@ def not_tried(reason: str) -> NoReturn:
     pytest.skip(f"not tried: {reason}")
 
 
-def depth(number: int) -> Any:
+def depth(number: int) -> pytest.MarkDecorator:
     """Marks tests of what a backend offers at this depth; 1 where there is no mark."""
     return pytest.mark.depth(number)
 
 
-def responsible(hook: str) -> Any:
+def responsible(hook: str) -> pytest.MarkDecorator:
     """Marks a test with the hook to be named when it ends in an exception of somebody else's."""
     return pytest.mark.responsible(hook)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -121,10 +122,11 @@ def use_last_device_only(backend: Backend) -> None:
         torch.equal(arrived.cpu(), torch.arange(1000.0)), Hook.COPY, "it arrives", "it does not"
     )
     started("copying and freeing", Hook.REPORT)
+    samples: Any = torch.arange(8.0)
     for workers in (0, 2):
         step(f"iterating over a DataLoader with {workers} workers on the last device")
-        loader = DataLoader(
-            torch.arange(8.0),  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(
+            samples,
             batch_size=2,
             num_workers=workers,
             pin_memory=True,

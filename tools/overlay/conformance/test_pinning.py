@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import resource
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -283,7 +283,8 @@ def ask_then_pin(backend: Backend) -> None:
     changes = _State(backend).changes(state)
     require(not changes, Hook.IS_PINNED, "600 calls of is_pinned() start nothing", changes)
     step("making a DataLoader")
-    loader = DataLoader(list(range(4)), pin_memory=True, batch_size=2)
+    samples: Any = range(4)
+    loader: DataLoader[Any] = DataLoader(samples, pin_memory=True, batch_size=2)
     changes = _State(backend).changes(state)
     require(not changes, Hook.START, "making a DataLoader starts nothing", changes)
     step("pinning, the first use of the accelerator")

@@ -156,6 +156,8 @@ def _in_child(function: Callable[[], str]) -> str:
 
 def fork_before_and_after(backend: Backend) -> None:
     """Run in a fresh process."""
+    # PyTorch's threads for computing do not outlive a fork.
+    torch.set_num_threads(1)
 
     def pin() -> str:
         pinned = torch.arange(1000.0).pin_memory()
