@@ -395,6 +395,8 @@ class Module:
     def _is_in_bad_fork(): return False
     @staticmethod
     def is_initialized(): return True
+    @staticmethod
+    def manual_seed_all(seed): pass
 
 LIMIT = 1 << 30
 torch.utils.rename_privateuse1_backend("pydev")

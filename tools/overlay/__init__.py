@@ -16,10 +16,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchpin._overlay import ActivationError as ActivationError
+    from torchpin.host_memory import HostMemoryRegistration as HostMemoryRegistration
+    from torchpin.host_memory import empty_host_cache as empty_host_cache
+    from torchpin.host_memory import host_memory_stats as host_memory_stats
+    from torchpin.host_memory import max_host_memory as max_host_memory
+    from torchpin.host_memory import record_host_memory_use as record_host_memory_use
+    from torchpin.host_memory import register_host_memory as register_host_memory
+    from torchpin.host_memory import (
+        register_host_memory_functions as register_host_memory_functions,
+    )
+    from torchpin.host_memory import (
+        reset_accumulated_host_memory_stats as reset_accumulated_host_memory_stats,
+    )
+    from torchpin.host_memory import reset_peak_host_memory_stats as reset_peak_host_memory_stats
+    from torchpin.host_memory import unregister_host_memory as unregister_host_memory
 
     __version__: str
 
-__all__ = ["ActivationError", "disable", "enable", "is_enabled"]
+_HOST_MEMORY = (
+    "HostMemoryRegistration",
+    "empty_host_cache",
+    "host_memory_stats",
+    "max_host_memory",
+    "record_host_memory_use",
+    "register_host_memory",
+    "register_host_memory_functions",
+    "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
+    "unregister_host_memory",
+)
+
+__all__ = ["ActivationError", "disable", "enable", "is_enabled", *_HOST_MEMORY]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from torchpin._overlay import ActivationError
 
         return ActivationError
+    if name in _HOST_MEMORY:
+        from torchpin import host_memory
+
+        return getattr(host_memory, name)
     if name == "__version__":
         from importlib.metadata import version
 

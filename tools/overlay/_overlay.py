@@ -247,6 +247,7 @@ def enable() -> bool:
             _place_methods()
             _place_seams()
             extension._register_pin_kernels()
+            extension._register_stand_in_host_allocator()
         except BaseException as error:
             _why_off = f"{type(error).__name__}: {error}"
             if isinstance(error, ActivationError):
@@ -272,6 +273,7 @@ def _take_out() -> None:
     extension = sys.modules.get("torchpin._C")
     if extension is not None:
         extension._deregister_pin_kernels()
+        extension._deregister_stand_in_host_allocator()
 
 
 def disable() -> None:

@@ -4,6 +4,7 @@
 #include <ATen/PinTarget.h>
 #include <ATen/core/CachingHostMemory.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Stream.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/torchpin.h>
 #include <torch/csrc/utils/pybind.h>
@@ -327,8 +328,20 @@ std::pair<size_t, size_t> registered() {
   return at::pin::HostMemoryRegistry::instance().totals();
 }
 
-bool recordUse(const at::Tensor& tensor, c10::Stream stream) {
+// The stream is taken apart here, because the pybind11 caster of some releases
+// (2.3) can make a Stream but not load one.
+bool recordUse(const at::Tensor& tensor, const py::object& object) {
+  TORCH_CHECK_TYPE(
+      THPStream_Check(object.ptr()),
+      "record_host_memory_use: expected a torch.Stream, got ",
+      Py_TYPE(object.ptr())->tp_name);
+  const auto* raw = reinterpret_cast<THPStream*>(object.ptr());
+  const auto stream = c10::Stream::unpack3(
+      raw->stream_id,
+      static_cast<c10::DeviceIndex>(raw->device_index),
+      static_cast<c10::DeviceType>(raw->device_type));
   const auto& data = tensor.storage().data_ptr();
+  py::gil_scoped_release noGil;
   return at::pin::recordHostMemoryUse(
       const_cast<void*>(tensor.storage().data()), data.get_context(), stream);
 }
@@ -345,6 +358,7 @@ void initHostMemoryBindings(PyObject* module) {
   def("_host_memory_stats", stats);
   def("_host_memory_release_soon", releaseSoon);
   def("_host_memory_buffer", bufferOf);
+  def("_host_memory_record_use", recordUse);
   const auto defNoGil = [&](const char* name, auto function) {
     m.def(name, torch::wrap_pybind_function_no_gil(function));
   };
@@ -361,7 +375,6 @@ void initHostMemoryBindings(PyObject* module) {
   defNoGil("_host_memory_register_range", registerRange);
   defNoGil("_host_memory_unregister_range", unregisterRange);
   defNoGil("_host_memory_registered", registered);
-  defNoGil("_host_memory_record_use", recordUse);
   defNoGil(
       "_register_stand_in_host_allocator",
       at::pin::registerStandInHostAllocator);

@@ -148,6 +148,9 @@ c10::Allocator* allocatorBesideKernels(Initialize initialize) {
 
 PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
   if (auto* supplied = suppliedHostAllocator(c10::kPrivateUse1)) {
+    if (initialize == Initialize::Yes && at::isPrivateUse1HooksRegistered()) {
+      lazyInit(c10::kPrivateUse1);
+    }
     target.lack = Lack::Nothing;
     target.allocator = supplied;
     return target;
