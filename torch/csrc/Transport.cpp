@@ -133,7 +133,7 @@ bool isPlain(const at::Tensor& tensor) {
       c10::DispatchKey::ADInplaceOrView,
       c10::DispatchKey::BackendSelect,
   });
-  if ((keys.raw_repr() & ~ordinary.raw_repr()) != 0 || !impl->has_storage() ||
+  if (!ordinary.isSupersetOf(keys) || !impl->has_storage() ||
       impl->is_inference() || impl->requires_grad() ||
       impl->has_symbolic_sizes_strides() || impl->numel() == 0) {
     return false;

@@ -43,7 +43,7 @@ namespace at::pin {
 
 namespace {
 
-bool is_pinned(const Tensor& self, std::optional<Device> /*device*/) {
+bool is_pinned_dense(const Tensor& self, std::optional<Device> /*device*/) {
   if (!self.is_cpu() || !self.has_storage()) {
     return false;
   }
@@ -54,14 +54,14 @@ bool is_pinned(const Tensor& self, std::optional<Device> /*device*/) {
   // Of a storage that is page-locked in part, this part.
   const auto itemsize = self.dtype().itemsize();
   return storage.data() != nullptr &&
-      HostMemoryRegistry::instance().covers(
-          static_cast<const char*>(storage.data()) +
-              self.storage_offset() * itemsize,
-          detail::computeStorageNbytes(
-              self.sizes(), self.strides(), itemsize));
+         HostMemoryRegistry::instance().covers(
+             static_cast<const char*>(storage.data()) +
+                 self.storage_offset() * itemsize,
+             detail::computeStorageNbytes(
+                 self.sizes(), self.strides(), itemsize));
 }
 
-Tensor _pin_memory(const Tensor& self, std::optional<Device> /*device*/) {
+Tensor pin_memory_dense(const Tensor& self, std::optional<Device> /*device*/) {
   TORCH_CHECK(
       self.is_cpu(),
       "cannot pin a tensor on ",
@@ -123,7 +123,7 @@ bool is_pinned_select(const Tensor& self, std::optional<Device> device) {
   if (auto pinned = accelerator_kernel<bool>("aten::is_pinned", self)) {
     return *pinned;
   }
-  return is_pinned(self, device);
+  return is_pinned_dense(self, device);
 }
 
 Tensor _pin_memory_select(const Tensor& self, std::optional<Device> device) {
@@ -137,12 +137,13 @@ Tensor _pin_memory_select(const Tensor& self, std::optional<Device> device) {
   if (auto pinned = accelerator_kernel<Tensor>("aten::_pin_memory", self)) {
     return *std::move(pinned);
   }
-  return _pin_memory(self, device);
+  return pin_memory_dense(self, device);
 }
 
 #endif // !TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
 
-// Where the memory of a factory function that asks for pinned memory comes from.
+// Where the memory of a factory function that asks for pinned memory comes
+// from.
 struct FactoryMemory {
   c10::Allocator* allocator = nullptr;
   // No allocator, but kernels of the backend's own: pin what was made.
@@ -193,12 +194,13 @@ Tensor empty_memory_format(
         size, dtype, layout, device, /*pin_memory=*/false, memory_format);
     return memory.pinAfterwards ? plain.pin_memory() : plain;
   }
-  return filled(at::detail::empty_generic(
-      size,
-      memory.allocator,
-      c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::dtype_or_default(dtype),
-      memory_format));
+  return filled(
+      at::detail::empty_generic(
+          size,
+          memory.allocator,
+          c10::DispatchKeySet(c10::DispatchKey::CPU),
+          c10::dtype_or_default(dtype),
+          memory_format));
 }
 
 Tensor empty_strided(
@@ -218,12 +220,13 @@ Tensor empty_strided(
         size, stride, dtype, layout, device, /*pin_memory=*/false);
     return memory.pinAfterwards ? plain.pin_memory() : plain;
   }
-  return filled(at::detail::empty_strided_generic(
-      size,
-      stride,
-      memory.allocator,
-      c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::dtype_or_default(dtype)));
+  return filled(
+      at::detail::empty_strided_generic(
+          size,
+          stride,
+          memory.allocator,
+          c10::DispatchKeySet(c10::DispatchKey::CPU),
+          c10::dtype_or_default(dtype)));
 }
 
 std::mutex registrationMutex;
@@ -265,8 +268,8 @@ void registerPinKernels() {
   pinKernels = std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   if (baseAnswers("aten::is_pinned") && baseAnswers("aten::_pin_memory")) {
-    pinKernels->impl("is_pinned", TORCH_FN(is_pinned));
-    pinKernels->impl("_pin_memory", TORCH_FN(_pin_memory));
+    pinKernels->impl("is_pinned", TORCH_FN(is_pinned_dense));
+    pinKernels->impl("_pin_memory", TORCH_FN(pin_memory_dense));
   }
 #else
   pinKernels = std::make_unique<torch::Library>(
