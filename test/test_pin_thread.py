@@ -264,7 +264,7 @@ class TestErrors(TestCase):
             thread.join()
 
     def test_lost_file_descriptor(self) -> None:
-        def lost(connection: Any) -> int:
+        def lost(*_: Any) -> int:
             raise RuntimeError("received 0 items of ancdata: text of it")
 
         with unittest.mock.patch("multiprocessing.reduction.recv_handle", lost):
@@ -274,7 +274,7 @@ class TestErrors(TestCase):
         self.assertLess(seconds, 4.5)
 
     def test_no_file_descriptors_left(self) -> None:
-        def none_left(connection: Any) -> int:
+        def none_left(*_: Any) -> int:
             raise OSError(errno.EMFILE, "Too many open files")
 
         # The training loop looks whether that is so, and says what can be done.
@@ -479,12 +479,11 @@ FORK = """
         for batch in DataLoader(list(range(8)), batch_size=2, num_workers=1):
             total += int(batch.sum())
         assert total == 28
+        # The accelerator does not work here: refused, or an error, but no wait.
         try:
-            module.pin_memory([torch.ones(3)])
+            assert not module.pin_memory([torch.ones(3)])[0].is_pinned()
         except RuntimeError as error:
             assert "forked" in str(error), error
-        else:
-            raise AssertionError("the accelerator was used in a forked child")
 
 
     def fork_and_wait():
@@ -518,9 +517,9 @@ FORK = """
         while not stop.is_set():
             module.pin_memory(batch)
 
-    thread = threading.Thread(target=keep_pinning)
+    thread = threading.Thread(target=keep_pinning, daemon=True)
     thread.start()
-    for _ in range(8):
+    for _ in range(4):
         time.sleep(0.003)
         assert fork_and_wait() == 0
     stop.set()
