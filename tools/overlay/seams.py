@@ -121,6 +121,20 @@ SEAMS: Final = (
         "the collate function has brought the slots to the workers",
     ),
     Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._next_data",
+        "start",
+        f"{_TRANSPORT}:next_begins",
+        ("self",),
+        "how long the training loop waits for batches",
+    ),
+    Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._next_data",
+        "end",
+        f"{_TRANSPORT}:next_ends",
+        ("self",),
+        "how long the training loop waits for batches",
+    ),
+    Seam(
         f"{_DATALOADER}:_MultiProcessingDataLoaderIter._mark_worker_as_unavailable",
         "end",
         f"{_TRANSPORT}:worker_gone",

@@ -35,6 +35,9 @@ struct Directory {
   std::vector<Slots*> all;
   // Read before the mutex is taken, so that programs without slots pay a load.
   std::atomic<size_t> count{0};
+  // Of the process that all belong to; a forked child may find the mutex taken
+  // by a thread that it does not have.
+  std::atomic<pid_t> pid{0};
 };
 Directory& directory() {
   static auto* const instance = new Directory();
@@ -56,6 +59,7 @@ class Slots final : public PinnedSlots,
     auto& directory = at::pin::directory();
     std::unique_lock<std::shared_mutex> lock(directory.mutex);
     directory.all.push_back(this);
+    directory.pid = pid_;
     ++directory.count;
   }
 
@@ -438,7 +442,8 @@ std::shared_ptr<PinnedSlots> PinnedSlots::make(
 
 void pollPinnedSlots() noexcept {
   auto& directory = at::pin::directory();
-  if (directory.count.load(std::memory_order_acquire) == 0) {
+  if (directory.count.load(std::memory_order_acquire) == 0 ||
+      directory.pid.load(std::memory_order_relaxed) != getpid()) {
     return;
   }
   std::vector<std::shared_ptr<Slots>> all;

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import types
 import weakref
 from typing import Any, Final, NoReturn
@@ -327,6 +328,7 @@ def _one_item(
     device: str | None,
     where: str,
 ) -> None:
+    began = time.perf_counter()
     try:
         index, data = in_queue.get(timeout=MP_STATUS_CHECK_INTERVAL)
     except queue.Empty:
@@ -336,8 +338,10 @@ def _one_item(
         return
     if not done_event.is_set() and not isinstance(data, ExceptionWrapper):
         retired = refusals = None
+        waited, owner = time.perf_counter() - began, transport.owner(data)
         try:
             data, whole = transport.unpack(data)
+            began = time.perf_counter()
             if not whole:
                 # The walk lets go of the originals before they are freed: the assignment drops the
                 # last Python object that holds them, release() the memory, without the GIL.
@@ -348,6 +352,7 @@ def _one_item(
                 retired.release()
             if refusals is not None:
                 _count(refusals, device)
+            transport.spent(owner, waited, time.perf_counter() - began)
         except BaseException as error:
             data = PinThreadError(where, error)
     while not done_event.is_set():

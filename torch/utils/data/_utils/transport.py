@@ -36,7 +36,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
 from torchpin import _C
 
-__all__ = ["Stats", "close", "prepare", "transport", "unpack"]
+__all__ = ["Stats", "close", "prepare", "stats", "transport", "unpack"]
 
 Mode = Literal["auto", "in_place", "copy", "off"]
 _MODES: Final = ("auto", "in_place", "copy", "off")
@@ -121,7 +121,11 @@ class Stats:
         stock_tensors: tensors that took the base's way inside a batch that arrived in a slot.
         copied_instead: batches that were copied although in place was chosen, by reason.
         refused_bytes: bytes that the accelerator refused to pin.
-        unpack_seconds: time spent making tensors of what arrived.
+        wait_for_workers_seconds: time that the pin thread waited for the next batch.
+        unpack_seconds: time that it spent making tensors of what arrived, copies included.
+        pin_seconds: time that it spent pinning what had not arrived pinned.
+        loop_wait_seconds: time that the training loop waited in ``next``. Large beside the time that an
+            epoch takes: the loader is the bottleneck; small: the rest of the loop is.
     """
 
     def __init__(self) -> None:
@@ -132,7 +136,10 @@ class Stats:
         self.stock_tensors = 0
         self.copied_instead: dict[str, int] = {}
         self.refused_bytes = 0
+        self.wait_for_workers_seconds = 0.0
         self.unpack_seconds = 0.0
+        self.pin_seconds = 0.0
+        self.loop_wait_seconds = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """All counts by name."""
@@ -150,6 +157,35 @@ total: Final = Stats()
 """Everything in this process."""
 
 
+def stats(iterator: Any = None) -> dict[str, Any]:
+    """What the transport did so far: in this process, or for one iterator of a DataLoader.
+
+    Returns:
+        The counts of :class:`Stats` by name: ``batches``, ``bytes``, ``in_place``, ``stock_batches`` and
+        ``copied_instead`` by reason, ``stock_tensors``, ``refused_bytes``, and seconds. For an iterator also ``mode`` (what was chosen), ``why_copy`` (why it is not in place, or None),
+        ``locked_bytes``, and ``slots``: their number, how many are in use, the most that were ever, the
+        bytes they keep resident, and what was refused.
+
+    Raises:
+        ValueError: for an iterator whose batches do not come in slots.
+    """
+    if iterator is None:
+        return total.as_dict()
+    made = getattr(iterator, "_transport", None)
+    if made is None:
+        raise ValueError(
+            f"{type(iterator).__name__} has no slots; they are made for pin_memory=True, num_workers > 0 "
+            "and a transport mode other than 'off'"
+        )
+    return {
+        **made.stats.as_dict(),
+        "mode": made.mode,
+        "why_copy": made.why_copy,
+        "locked_bytes": 0 if made.pinned is None else made.pinned.locked_bytes(),
+        "slots": made.slots.stats(),
+    }
+
+
 # ---- the main process
 
 
@@ -163,6 +199,7 @@ class _Transport:
         self.pinned: Any = None
         self.why_copy: str | None = "mode" if mode == "copy" else None
         self.refusals = 0
+        self.next_began = 0.0
         self.stats = Stats()
         self.workers = workers
         self.gone: set[int] = set()
@@ -177,17 +214,17 @@ class _Transport:
             self.pinned = _C._PinnedSlots(self.slots)
 
     def count(self, size: int, stock: int, refused: int, delivery: int, seconds: float) -> None:
-        for stats in (total, self.stats):
-            stats.batches += 1
-            stats.bytes += size
-            stats.stock_tensors += stock
-            stats.refused_bytes += refused
-            stats.unpack_seconds += seconds
+        for counts in (total, self.stats):
+            counts.batches += 1
+            counts.bytes += size
+            counts.stock_tensors += stock
+            counts.refused_bytes += refused
+            counts.unpack_seconds += seconds
             if delivery == _IN_PLACE:
-                stats.in_place += 1
+                counts.in_place += 1
             elif delivery in _WHY_COPIED:
                 reason = _WHY_COPIED[delivery]
-                stats.copied_instead[reason] = stats.copied_instead.get(reason, 0) + 1
+                counts.copied_instead[reason] = counts.copied_instead.get(reason, 0) + 1
         if delivery == _LOCK_REFUSED:
             self.refusals += 1
             if self.refusals == _MAX_REFUSALS:
@@ -301,8 +338,36 @@ def _stack_pinned(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 
 def _count_stock(made: _Transport | None, reason: str) -> None:
-    for stats in (total,) if made is None else (total, made.stats):
-        stats.stock_batches[reason] = stats.stock_batches.get(reason, 0) + 1
+    for counts in (total,) if made is None else (total, made.stats):
+        counts.stock_batches[reason] = counts.stock_batches.get(reason, 0) + 1
+
+
+def next_begins(iterator: Any) -> None:
+    """The training loop asks for a batch."""
+    made = getattr(iterator, "_transport", None)
+    if made is not None:
+        made.next_began = time.perf_counter()
+
+
+def next_ends(iterator: Any) -> None:
+    """The training loop has its batch."""
+    made = getattr(iterator, "_transport", None)
+    if made is not None:
+        seconds = time.perf_counter() - made.next_began
+        made.stats.loop_wait_seconds += seconds
+        total.loop_wait_seconds += seconds
+
+
+def spent(made: _Transport | None, waited: float, pinned: float) -> None:
+    """Counts what the pin thread did beside unpacking."""
+    for counts in (total,) if made is None else (total, made.stats):
+        counts.wait_for_workers_seconds += waited
+        counts.pin_seconds += pinned
+
+
+def owner(data: Any) -> _Transport | None:
+    """Whose batch came out of the workers' queue."""
+    return _transports.get(data.key) if type(data) in (_Packed, _StockWay) else None
 
 
 def unpack(data: Any) -> tuple[Any, bool]:
