@@ -15,6 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.utils.data._utils.pin_containers import (
+        register_pin_function as register_pin_function,
+    )
+    from torch.utils.data._utils.transport import stats as stats
+    from torch.utils.data._utils.transport import transport as transport
     from torchpin._overlay import ActivationError as ActivationError
     from torchpin.host_memory import HostMemoryRegistration as HostMemoryRegistration
     from torchpin.host_memory import empty_host_cache as empty_host_cache
@@ -46,7 +51,13 @@ _HOST_MEMORY = (
     "unregister_host_memory",
 )
 
-__all__ = ["ActivationError", "disable", "enable", "is_enabled", *_HOST_MEMORY]
+_BATCHES = {
+    "register_pin_function": "torch.utils.data._utils.pin_containers",
+    "stats": "torch.utils.data._utils.transport",
+    "transport": "torch.utils.data._utils.transport",
+}
+
+__all__ = ["ActivationError", "disable", "enable", "is_enabled", *_HOST_MEMORY, *_BATCHES]
 
 
 def __getattr__(name: str) -> Any:
@@ -58,6 +69,10 @@ def __getattr__(name: str) -> Any:
         from torchpin import host_memory
 
         return getattr(host_memory, name)
+    if name in _BATCHES:
+        from torchpin import _overlay
+
+        return getattr(_overlay.whole_file(_BATCHES[name]), name)
     if name == "__version__":
         from importlib.metadata import version
 

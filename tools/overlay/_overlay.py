@@ -113,11 +113,9 @@ def _resolve(path: str) -> tuple[Any, str, Any]:
     return owner, name, getattr(owner, name)
 
 
-def _place_file(row: seams.WholeFile) -> None:
-    parent_name, _, name = row.module.rpartition(".")
-    parent = importlib.import_module(parent_name)
+def _load_file(row: seams.WholeFile) -> ModuleType:
+    """The module of a whole file, which stays in ``sys.modules``."""
     module = _modules.get(row.module)
-    _replaced_modules[row.module] = sys.modules.get(row.module)
     if module is None:
         spec = importlib.util.spec_from_file_location(row.module, tree() / row.path)
         assert spec is not None and spec.loader is not None
@@ -126,7 +124,30 @@ def _place_file(row: seams.WholeFile) -> None:
         spec.loader.exec_module(module)
         _modules[row.module] = module
     sys.modules[row.module] = module
-    _set(parent, name, module)
+    return module
+
+
+def _place_file(row: seams.WholeFile) -> None:
+    parent_name, _, name = row.module.rpartition(".")
+    parent = importlib.import_module(parent_name)
+    _replaced_modules[row.module] = sys.modules.get(row.module)
+    _set(parent, name, _load_file(row))
+
+
+def whole_file(name: str) -> ModuleType:
+    """The module of a whole file that the base has no file for, whether it is in place or not.
+
+    So what the package offers from it can be called, without effect, while torchpin is off.
+
+    Raises:
+        ActivationError: as :func:`load_extension`.
+    """
+    with _lock:
+        if name not in _modules:
+            load_extension()
+            _load_file(next(row for row in seams.WHOLE_FILES if row.module == name))
+            del sys.modules[name]
+        return _modules[name]
 
 
 def _applies(row: seams.Seam | seams.Method) -> bool:
