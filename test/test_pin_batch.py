@@ -21,7 +21,7 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from common_pin import ACCELERATOR, BASE, run_script
+from common_pin import ACCELERATOR, BASE, HERE, run_script
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing._internal.common_utils import (
     TestCase,
@@ -1209,6 +1209,26 @@ class TestThroughWorkers(TestCase):
                     self.assertTrue(is_pinned(new["tensors"][name]), name)
                     self.assertTrue(torch.equal(new["tensors"][name], tensor), name)
                     self.assertEqual(new["tensors"][name].stride(), tensor.stride(), name)
+
+
+class TestExample(TestCase):
+    def test_example_of_the_documentation(self) -> None:
+        """Pins everything with its switch, nothing without, and trains alike."""
+        example = HERE.parent / "docs/source/examples/finetune_buckets.py"
+        load = "import torch, torch_refdev\n" if ACCELERATOR == "refdev" else ""
+        outputs = []
+        for switch in ([], ["--pin_memory"]):
+            argv = [str(example), "--device", ACCELERATOR, *switch]
+            done = run_script(
+                f"{load}import runpy, sys\nif __name__ == '__main__':\n    sys.argv = {argv!r}\n"
+                f"    runpy.run_path({str(example)!r}, run_name='__main__')\n",
+                accelerator=ACCELERATOR,
+                flags=["-W", "error:.*pin_memory:UserWarning"],
+            )
+            outputs.append(done.stdout.splitlines())
+        self.assertEqual(outputs[0][:-1], outputs[1][:-1])
+        self.assertEqual(outputs[0][-1], "0 of 48 tensors were pinned")
+        self.assertEqual(outputs[1][-1], "48 of 48 tensors were pinned")
 
 
 class TestThreads(TestCase):
