@@ -23,6 +23,7 @@ from typing import Any, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 _TICK_SECONDS: Final = 0.0005
+_LEAST_BATCHES: Final = 6
 _PAUSE_BATCHES: Final = 4
 _PAUSE_SECONDS: Final = 0.4
 
@@ -63,7 +64,8 @@ def _counts() -> dict[str, Any]:
         return {}
     from torch.utils.data._utils import transport
 
-    return transport.stats()
+    counts: dict[str, Any] = transport.total.as_dict()
+    return counts
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +142,10 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 
     # All that was made ahead while the workers started has to be gone.
     started = time.perf_counter()
-    least = settings["warmup"] or 2 * max(1, case.workers) * case.prefetch + 4
+    least = settings["warmup"] or case.workers * case.prefetch + 2
+    warm = 0.2 * settings["seconds"]
     count = 0
-    while count < least or time.perf_counter() - started < 0.2 * settings["seconds"]:
+    while count < least or time.perf_counter() - started < warm:
         consumer.take()
         count += 1
     leaves = list(_leaves(next(batches)))
@@ -163,14 +166,14 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
         if settings["batches"]:
             if count >= settings["batches"]:
                 break
-        elif count >= 8 and time.perf_counter() - begin >= settings["seconds"]:
+        elif count >= _LEAST_BATCHES and time.perf_counter() - begin >= settings["seconds"]:
             break
     consumer.wait_for_copies()
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     counted = _difference(_counts(), before)
 
     # Long enough for the next batch to be made and pinned meanwhile.
-    tick = max(0.004, 1.5 * seconds / count)
+    tick = min(max(0.004, 1.5 * seconds / count), 1.0)
     begin = time.perf_counter()
     paused = 0
     while request["way"] != cases.LIMIT and (

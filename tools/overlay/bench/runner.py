@@ -93,14 +93,18 @@ class _Server:
                 raise TimeoutError
             part = output.read(1 << 16)
             if not part:
-                raise BenchFailure(f"a measuring process has ended: {self._last_words()}")
+                raise EOFError
             line += part
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _last_words(self) -> str:
+    def _death(self) -> str:
+        """How the server ended, which is not for it to do."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        last = f": {lines[-1]}" if lines else ""
+        return f"the measuring process ended with status {self._process.returncode}{last}"
 
     def wait_until_ready(self) -> None:
         """Returns when torch is imported.
@@ -114,19 +118,23 @@ class _Server:
             answer = self._read(_START_SECONDS)
         except TimeoutError:
             raise BenchFailure(f"import torch took more than {_START_SECONDS} s") from None
+        except EOFError:
+            raise BenchFailure(self._death()) from None
         if "failed" in answer:
             raise BenchFailure(answer["failed"])
         self._ready = True
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request; ``{"failed": reason}`` if there is none."""
+        """The answer to a request; ``{"failed": reason, "lost": True}`` if there will be none."""
         self.wait_until_ready()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             return self._read(seconds)
         except TimeoutError:
-            return {"failed": f"no result within {seconds:.0f} s", "timeout": True}
+            return {"failed": f"no result within {seconds:.0f} s", "lost": True}
+        except (EOFError, BrokenPipeError):
+            return {"failed": self._death(), "lost": True}
 
     def kill(self) -> None:
         """Ends every process of the group and waits until the last one is gone."""
@@ -189,7 +197,7 @@ class Runner:
 
     def _ask(self, way: str, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         answer = self._server(way).ask(request, seconds)
-        if answer.get("timeout"):
+        if answer.get("lost"):
             mode = way if way in cases.MODES else cases.STOCK
             self._servers.pop(mode).kill()
         return answer
