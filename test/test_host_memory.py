@@ -399,15 +399,15 @@ class Module:
     def manual_seed_all(seed): pass
 
 LIMIT = 1 << 30
-torch.utils.rename_privateuse1_backend("pydev")
-torch._register_device_module("pydev", Module)
-if hasattr(torch._C, "_acc") and hasattr(torch._C._acc, "PrivateUse1Hooks"):
-    class Hooks(torch._C._acc.PrivateUse1Hooks):
-        def is_built(self): return True
-        def is_available(self): return True
-        def has_primary_context(self, index): return True
-    hooks = Hooks()
-    torch._C._acc.register_python_privateuseone_hook(hooks)
+# What PyTorch offers to such backends from 2.10 on: hooks and a device guard.
+setup = getattr(
+    torch.utils.backend_registration, "_setup_privateuseone_for_python_backend", None
+)
+if setup is not None:
+    setup(rename="pydev", backend_module=Module())
+else:
+    torch.utils.rename_privateuse1_backend("pydev")
+    torch._register_device_module("pydev", Module)
 """
 
 
@@ -472,7 +472,8 @@ torchpin.register_host_memory_functions(page_lock, unlock)
 from torch.utils.data import DataLoader, TensorDataset
 data = TensorDataset(torch.arange(64.0).reshape(16, 4))
 warnings.simplefilter("error")
-for workers in (0, 2):
+# Without a device guard a pin thread cannot select a device, on any PyTorch.
+for workers in (0, 2) if setup is not None else (0,):
     batches = [batch for (batch,) in DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)]
     assert all(batch.is_pinned() for batch in batches)
     assert torch.equal(torch.cat(batches), data.tensors[0])
