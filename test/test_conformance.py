@@ -91,7 +91,7 @@ class TestConformingBackend(TestCase):
         self.assertIn("accelerator: refdev, 2 devices", report.output)
 
     def test_without_an_adaptor_copies_are_kept_in_flight_all_the_same(self) -> None:
-        report = run_suite(*_REFDEV, "-k", "test_copies or test_is_pinned_waits")
+        report = run_suite(*_REFDEV, "-k", "test_copies.py or test_is_pinned_waits")
         self.assertEqual((report.status, report.failed), (0, {}), report.output)
         self.assertEqual(report.skipped, {}, report.output)
         self.assertIn("adaptor: none", report.output)
@@ -134,7 +134,7 @@ class TestBrokenBackend(TestCase):
         self._check(
             "forget_events",
             # Without those that are about timing: they may fail or not.
-            "(test_copies and not many_sizes) or test_devices or dropped",
+            "(test_copies.py and not many_sizes) or test_devices or dropped",
             dict.fromkeys(
                 (
                     "test_pinned_memory_is_not_reused_before_its_copy",
@@ -159,7 +159,7 @@ class TestBrokenBackend(TestCase):
     def test_ordinary_memory_read_late(self) -> None:
         self._check(
             "async_pageable",
-            "(test_copies and not many_sizes and not types_and_layouts)",
+            "test_copies.py and not many_sizes and not types_and_layouts",
             dict.fromkeys(
                 (
                     "test_ordinary_memory_is_captured_before_the_call_returns",

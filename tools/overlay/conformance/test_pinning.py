@@ -273,6 +273,9 @@ def ask_then_pin(backend: Backend) -> None:
     torch.set_num_threads(1)
     from torch.utils.data import DataLoader
 
+    # Counting devices may load the driver. What is asked below must do no more.
+    backend.module.is_available()
+    assert backend.device_count > 0
     state = _State(backend)
     step("asking whether ordinary memory is pinned")
     tensors = [torch.ones(size) for size in (1, 1000, 100_000)]
