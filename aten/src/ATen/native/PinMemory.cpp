@@ -51,6 +51,9 @@ bool is_pinned_dense(const Tensor& self, std::optional<Device> /*device*/) {
   if (isPinned(storage)) {
     return true;
   }
+  if (self.is_nested()) {
+    return false; // has no strides
+  }
   // Of a storage that is page-locked in part, this part.
   const auto itemsize = self.dtype().itemsize();
   return storage.data() != nullptr &&
@@ -117,6 +120,10 @@ std::optional<Return> accelerator_kernel(const char* name, const Tensor& self) {
 }
 
 bool is_pinned_select(const Tensor& self, std::optional<Device> device) {
+  if (self.is_nested()) {
+    // Cannot be asked for its layout.
+    return is_pinned_dense(self, device);
+  }
   if (!self.is_cpu() || self.layout() != kStrided) {
     return false;
   }
