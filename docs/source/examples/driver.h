@@ -74,8 +74,7 @@ inline void free(void* ptr) {
   size_t bytes = 0;
   {
     std::lock_guard<std::mutex> guard(locked().mutex);
-    const auto found =
-        locked().ranges.find(reinterpret_cast<uintptr_t>(ptr));
+    const auto found = locked().ranges.find(reinterpret_cast<uintptr_t>(ptr));
     if (found == locked().ranges.end()) {
       return;
     }

@@ -4,6 +4,7 @@
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 namespace {
@@ -26,8 +27,7 @@ struct PinnedMemory final : c10::Allocator {
     return &release;
   }
 
-  void copy_data(void* to, const void* from, std::size_t bytes)
-      const override {
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
 
@@ -62,6 +62,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void initPrivateUse1() const {}
   void init() const {}
 };
+
+// Devices and streams: there is one of each, and nothing to select.
+C10_REGISTER_GUARD_IMPL(
+    PrivateUse1,
+    c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1>)
 
 // When the library is loaded. PyTorch keeps the pointer until the end.
 const bool registered = [] {

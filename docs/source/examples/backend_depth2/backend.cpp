@@ -4,6 +4,7 @@
 
 #include <ATen/core/CachingHostMemory.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
 
@@ -50,6 +51,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void initPrivateUse1() const {}
   void init() const {}
 };
+
+C10_REGISTER_GUARD_IMPL(
+    PrivateUse1,
+    c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1>)
 
 const bool registered = [] {
   // Before threads exist, so that no child is forked while it is being made.

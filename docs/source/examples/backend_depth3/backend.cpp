@@ -5,6 +5,7 @@
 #include <ATen/HostMemoryHooks.h>
 #include <ATen/core/CachingHostMemory.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
 
@@ -68,6 +69,10 @@ struct Hooks final : at::PrivateUse1HooksInterface, at::pin::HostMemoryHooks {
   void initPrivateUse1() const {}
   void init() const {}
 };
+
+C10_REGISTER_GUARD_IMPL(
+    PrivateUse1,
+    c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1>)
 
 const bool registered = [] {
   HostMemory::instance();

@@ -55,6 +55,13 @@ class Module:
 
 def load() -> None:
     """Makes ``mydev`` the accelerator of this process."""
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, Module)
+    setup = getattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend", None
+    )
+    if setup is not None:
+        # From 2.10 on: name, device module, and a device guard, which a pin thread needs.
+        setup(rename=NAME, backend_module=Module())
+    else:
+        torch.utils.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, Module)
     torchpin.register_host_memory_functions(page_lock, unlock)
