@@ -186,6 +186,22 @@ def stats(iterator: Any = None) -> dict[str, Any]:
     }
 
 
+# ---- what travels
+
+# Plain tuples: they can be unpickled whether or not this module is in place then, and cost least. A batch
+# of a user's that begins with one of these strings would have to be meant to.
+_IN_SLOT: Final = "\0torch.slots: in slot"
+"""``(_IN_SLOT, key, message)``: a batch in a slot of the iterator with that key."""
+_STOCK_WAY: Final = "\0torch.slots: stock way"
+"""``(_STOCK_WAY, key, reason, batch)``: a batch that travels as the base sends it, and why."""
+
+
+def _kind(data: Any) -> str | None:
+    if type(data) is tuple and len(data) in (3, 4) and type(data[0]) is str:
+        return data[0]
+    return None
+
+
 # ---- the main process
 
 
@@ -367,7 +383,7 @@ def spent(made: _Transport | None, waited: float, pinned: float) -> None:
 
 def owner(data: Any) -> _Transport | None:
     """Whose batch came out of the workers' queue."""
-    return _transports.get(data.key) if type(data) in (_Packed, _StockWay) else None
+    return _transports.get(data[1]) if _kind(data) in (_IN_SLOT, _STOCK_WAY) else None
 
 
 def unpack(data: Any) -> tuple[Any, bool]:
@@ -378,13 +394,13 @@ def unpack(data: Any) -> tuple[Any, bool]:
     Raises:
         Exception: whatever unpickling the user's objects raises.
     """
-    kind = type(data)
-    if kind is _Packed:
-        return _unpack(data)
-    if kind is _StockWay:
-        made = _transports.get(data.key)
-        _count_stock(made, data.reason)
-        return data.data, False
+    kind = _kind(data)
+    if kind == _IN_SLOT:
+        return _unpack(*data[1:])
+    if kind == _STOCK_WAY:
+        _, key, reason, batch = data
+        _count_stock(_transports.get(key), reason)
+        return batch, False
     return data, False
 
 
@@ -395,15 +411,15 @@ def _make_array(sizes: tuple[int, ...], dtype: str, fortran: bool) -> tuple[Any,
     return array, array.__array_interface__["data"][0]
 
 
-def _unpack(packed: _Packed) -> tuple[Any, bool]:
-    made = _transports.get(packed.key)
+def _unpack(key: int, message: bytes) -> tuple[Any, bool]:
+    made = _transports.get(key)
     if made is None:
         raise RuntimeError("a batch arrived after the slots of its iterator were gone")
     if made.pinned is None and made.why_copy is None:
         made.choose()
     begin = time.perf_counter()
     objects, body, others, stock, size, refused, delivery = _C._unpack(
-        made.slots, made.pinned, packed.message, _make_array
+        made.slots, made.pinned, message, _make_array
     )
     data = pickle.loads(body, buffers=objects)
     # The list has a reference to everything in the batch.
@@ -412,36 +428,6 @@ def _unpack(packed: _Packed) -> tuple[Any, bool]:
     if made.gone:
         made.clear_gone()
     return data, others == 0 and refused == 0
-
-
-# ---- what travels
-
-
-class _Packed:
-    """A batch in a slot."""
-
-    __slots__ = ("key", "message")
-
-    def __init__(self, key: int, message: bytes) -> None:
-        self.key = key
-        self.message = message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Packed, (self.key, self.message)
-
-
-class _StockWay:
-    """A batch that travels as the base sends it, and why."""
-
-    __slots__ = ("data", "key", "reason")
-
-    def __init__(self, key: int, reason: str, data: Any) -> None:
-        self.key = key
-        self.reason = reason
-        self.data = data
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _StockWay, (self.key, self.reason, self.data)
 
 
 # ---- the worker
@@ -524,7 +510,7 @@ class _WorkerQueue:
     def _pack(self, data: Any) -> Any:
         packer = self._packer
         if not packer.begin():
-            return _StockWay(self._key, "no_free_slot", data)
+            return _STOCK_WAY, self._key, "no_free_slot", data
         whole = True
         while True:
             stream = io.BytesIO()
@@ -533,15 +519,15 @@ class _WorkerQueue:
             pickler.dump(data)
             if packer.is_empty():
                 packer.abandon()
-                return data if whole else _StockWay(self._key, "too_large", data)
+                return data if whole else (_STOCK_WAY, self._key, "too_large", data)
             message = packer.finish(stream.getvalue())
             if message is NotImplemented:
                 whole = False
                 continue
             if message is None:
                 packer.abandon()
-                return _StockWay(self._key, "too_large", data)
-            return _Packed(self._key, message)
+                return _STOCK_WAY, self._key, "too_large", data
+            return _IN_SLOT, self._key, message
 
 
 def enter_worker(queue: Any, collate_fn: Any, worker_id: int) -> Any:
