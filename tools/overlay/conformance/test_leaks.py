@@ -105,9 +105,9 @@ def test_batches_leak_nothing(backend: Backend, workers: int) -> None:
 
 @responsible(Hook.LOADER)
 def test_new_workers_and_pin_threads_leak_nothing(backend: Backend) -> None:
-    """Epochs of a loader whose workers and pin thread are started anew each time."""
+    """Epochs of a loader whose worker and pin thread are started anew each time."""
     loader = DataLoader(
-        Samples(), batch_size=4, pin_memory=True, num_workers=2, multiprocessing_context="fork"
+        Samples(), batch_size=4, pin_memory=True, num_workers=1, multiprocessing_context="fork"
     )
 
     def rounds(count: int) -> None:
