@@ -203,6 +203,7 @@ class PinThreadError(ExceptionWrapper):
         super().__init__((type(error), error, error.__traceback__), where=where)
         self._arguments = error.args
         self._attributes = dict(_attributes_of(error))
+        self._errno = getattr(error, "errno", None)
 
     def reraise(self) -> NoReturn:
         raise self._exception()
@@ -219,6 +220,9 @@ class PinThreadError(ExceptionWrapper):
             error: BaseException = kind(message)
             if type(error) is kind and message in str(error):
                 error.__dict__.update(self._attributes)
+                if isinstance(error, OSError):
+                    # Kept outside of __dict__; with strerror set too, the message would be lost.
+                    error.errno = self._errno
                 return error
         with contextlib.suppress(Exception):
             return self._look_alike(kind, message)
