@@ -36,7 +36,7 @@ NAMES: Final = {
 }
 _FIRST: Final = max(map(len, NAMES.values())) + 2
 # The ratio to stock is followed by what is promised.
-_WIDTHS: Final = tuple(13 if head == "× stock" else max(len(head), 8) for head in HEAD)
+_WIDTHS: Final = tuple({"× stock": 13, "arrives": 10}.get(head, max(len(head), 8)) for head in HEAD)
 
 
 def has_rich() -> bool:
