@@ -39,9 +39,7 @@ def _caller() -> FrameType:
     return outermost
 
 
-def warn_at_caller(
-    message: str, category: type[Warning], once_per_site: bool = False
-) -> None:
+def warn_at_caller(message: str, category: type[Warning], once_per_site: bool = False) -> None:
     """Warns at the line of the user's code that led here, however deep the call.
 
     With ``once_per_site`` a line that has been warned about stays silent under the filter

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data._utils.pin_memory
-from torch.utils.data import DataLoader, Dataset
-
 import torchpin
+from torch.utils.data import DataLoader, Dataset
 
 
 class Layer(NamedTuple):

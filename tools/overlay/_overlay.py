@@ -224,7 +224,9 @@ def places() -> list[tuple[str, str]]:
         )
         for file in seams.WHOLE_FILES
     ]
-    lines += [(f"seam {seam.function.partition(':')[2]} ({seam.at})", state(seam)) for seam in seams.SEAMS]
+    lines += [
+        (f"seam {seam.function.partition(':')[2]} ({seam.at})", state(seam)) for seam in seams.SEAMS
+    ]
     lines += [
         (f"method {method.owner.partition(':')[2]}.{method.name}", state(method))
         for method in seams.METHODS

@@ -37,8 +37,9 @@ py::tuple pinTarget(bool initialize) {
       at::pin::lackName(target.lack),
       target.reason,
       target.ownKernels,
-      target.allocator ? py::cast(c10::demangle(typeid(*target.allocator).name()))
-                       : py::object(py::none()));
+      target.allocator
+          ? py::cast(c10::demangle(typeid(*target.allocator).name()))
+          : py::object(py::none()));
 }
 
 // As torch._C._get_accelerator of the releases that have it: the CPU device

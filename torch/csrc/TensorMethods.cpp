@@ -34,10 +34,10 @@ PyObject* call(
   if (nargs + nkwargs == 0) {
     return PyObject_Vectorcall(method.base, only, 1, nullptr);
   }
-  const bool oneDevice = nargs + nkwargs == 1 &&
-      (nkwargs == 0 ||
-       PyUnicode_CompareWithASCIIString(
-           PyTuple_GET_ITEM(kwnames, 0), "device") == 0);
+  const bool oneDevice =
+      nargs + nkwargs == 1 &&
+      (nkwargs == 0 || PyUnicode_CompareWithASCIIString(
+                           PyTuple_GET_ITEM(kwnames, 0), "device") == 0);
   if (!oneDevice) {
     // The base words the TypeError.
     py::list positional;
@@ -50,12 +50,11 @@ PyObject* call(
       named[PyTuple_GET_ITEM(kwnames, i)] =
           py::reinterpret_borrow<py::object>(args[nargs + i]);
     }
-    return PyObject_Call(
-        method.base, py::tuple(positional).ptr(), named.ptr());
+    return PyObject_Call(method.base, py::tuple(positional).ptr(), named.ptr());
   }
   if (args[0] != Py_None) {
-    py::object done = py::reinterpret_steal<py::object>(PyObject_CallFunction(
-        onDeviceArgument, "sO", method.name, args[0]));
+    py::object done = py::reinterpret_steal<py::object>(
+        PyObject_CallFunction(onDeviceArgument, "sO", method.name, args[0]));
     if (!done) {
       return nullptr;
     }
@@ -85,8 +84,8 @@ PyObject* tensorIsPinned(
 
 PyMethodDef pinMemoryDefinition = {
     "pin_memory",
-    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(
-        tensorPinMemory)),
+    reinterpret_cast<PyCFunction>(
+        reinterpret_cast<void (*)()>(tensorPinMemory)),
     METH_FASTCALL | METH_KEYWORDS,
     "pin_memory() -> Tensor\n\n"
     "Copies the tensor into page-locked memory of the current accelerator, or\n"
@@ -96,12 +95,12 @@ PyMethodDef pinMemoryDefinition = {
 
 PyMethodDef isPinnedDefinition = {
     "is_pinned",
-    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(
-        tensorIsPinned)),
+    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(tensorIsPinned)),
     METH_FASTCALL | METH_KEYWORDS,
     "is_pinned() -> bool\n\n"
     "Whether the tensor lies in page-locked memory of the current\n"
-    "accelerator. Starts nothing. A device argument is deprecated and ignored."};
+    "accelerator. Starts nothing. A device argument is deprecated and "
+    "ignored."};
 
 // {"pin_memory": descriptor, "is_pinned": descriptor} for torch.Tensor.
 py::dict tensorMethods(py::object callback) {

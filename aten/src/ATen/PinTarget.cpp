@@ -66,7 +66,7 @@ bool overriddenByBackend(const char* name) {
   const auto from = at + head.size();
   const std::string file = dump.substr(from, dump.find(':', from) - from);
   return file != "aten/src/ATen/native/PinMemory.cpp" &&
-      file.find("RegisterBackendSelect.cpp") == std::string::npos;
+         file.find("RegisterBackendSelect.cpp") == std::string::npos;
 }
 
 bool isPlain(c10::Allocator* allocator) {
@@ -76,7 +76,7 @@ bool isPlain(c10::Allocator* allocator) {
   }
   const auto deleter = allocator->raw_deleter();
   return deleter != nullptr &&
-      deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
+         deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
 void lazyInit(c10::DeviceType type) {
@@ -104,7 +104,7 @@ bool recognises(void* block, c10::DeleterFnPtr deleter) {
 #else
   (void)block;
   return deleter != nullptr &&
-      deleter != c10::GetDefaultCPUAllocator()->raw_deleter();
+         deleter != c10::GetDefaultCPUAllocator()->raw_deleter();
 #endif
 }
 
@@ -177,7 +177,8 @@ PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
             "the backend '",
             name,
             "' has registered no hooks; it has to register a "
-            "PrivateUse1HooksInterface with at::RegisterPrivateUse1HooksInterface "
+            "PrivateUse1HooksInterface with "
+            "at::RegisterPrivateUse1HooksInterface "
             "that overrides getPinnedMemoryAllocator and isPinnedPtr"));
   }
   const auto& hooks = at::detail::getPrivateUse1Hooks();
@@ -228,9 +229,10 @@ PinTarget privateUse1Target(PinTarget target, Initialize initialize) {
             "page-locked; it has to return an allocator of page-locked host "
             "memory, and isPinnedPtr has to recognise that memory"));
   }
-  const bool recognised = initialize == Initialize::Yes
-      ? recognisesOwnMemory(allocator)
-      : unrecognisedAllocator.load(std::memory_order_acquire) != allocator;
+  const bool recognised =
+      initialize == Initialize::Yes
+          ? recognisesOwnMemory(allocator)
+          : unrecognisedAllocator.load(std::memory_order_acquire) != allocator;
   if (!recognised) {
     return lacking(
         std::move(target),
@@ -377,7 +379,7 @@ bool isPinned(const c10::StorageImpl& storage) {
       auto* allocator =
           at::detail::getPrivateUse1Hooks().getPinnedMemoryAllocator();
       return allocator != nullptr && !isPlain(allocator) &&
-          allocator->raw_deleter() == deleter;
+             allocator->raw_deleter() == deleter;
     } catch (const std::exception&) {
       // Hooks without an allocator have pinned nothing.
       return false;

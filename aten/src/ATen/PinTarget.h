@@ -18,14 +18,14 @@ namespace at::pin {
 
 // What stands between at::getAccelerator() and pinned host memory.
 enum class Lack : uint8_t {
-  Nothing, // pinned memory is to be had
-  Accelerator, // at::getAccelerator() names none
-  PinnedMemory, // the device type has no notion of it (MPS)
-  Hooks, // PrivateUse1 without registered hooks
-  Allocator, // hooks whose getPinnedMemoryAllocator is missing or raises
-  NullAllocator, // hooks whose getPinnedMemoryAllocator returns null
+  Nothing,        // pinned memory is to be had
+  Accelerator,    // at::getAccelerator() names none
+  PinnedMemory,   // the device type has no notion of it (MPS)
+  Hooks,          // PrivateUse1 without registered hooks
+  Allocator,      // hooks whose getPinnedMemoryAllocator is missing or raises
+  NullAllocator,  // hooks whose getPinnedMemoryAllocator returns null
   PlainAllocator, // the ordinary CPU allocator, offered as pinned
-  Recognition, // memory of its allocator that isPinnedPtr does not recognise
+  Recognition,    // memory of its allocator that isPinnedPtr does not recognise
 };
 
 // "hooks", "allocator", ...: stable names for reports and tests.

@@ -35,7 +35,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
 from torchpin import _C
 
 _T = TypeVar("_T")

@@ -31,7 +31,6 @@ import torch
 import torch.multiprocessing
 from torch._pin_deprecation import warn_at_caller
 from torch._utils import ExceptionWrapper, KeyErrorMessage
-
 from torchpin import _C
 
 from . import MP_STATUS_CHECK_INTERVAL, transport
