@@ -42,7 +42,7 @@ Mode = Literal["auto", "in_place", "copy", "off"]
 _MODES: Final = ("auto", "in_place", "copy", "off")
 _ENVIRONMENT: Final = "TORCHPIN_TRANSPORT"
 _ATTRIBUTE: Final = "transport"
-_DEFAULT: Final = "off"
+_DEFAULT: Final = "auto"
 
 _MAX_SLOT_BYTES: Final = 8 << 30
 _MAX_REFUSALS: Final = 3
