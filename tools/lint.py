@@ -19,7 +19,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAGE = ROOT / "build" / "lint"
 ACCELERATOR = "test/cpp_extensions/torch_refdev/torch_refdev"
-CXX_FOLDERS = ("aten", "c10", "torch", "test")
+CXX_FOLDERS = ("aten", "c10", "docs", "torch", "test")
 PYTHON_FILES = ("setup.py", "tools", "test", "torch", "docs")
 
 
