@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
-from torchpin.conformance.requirement import not_tried
+from torchpin.conformance.requirement import Hook, Nonconformance, not_tried
 
 _VARIABLE: Final = "TORCHPIN_CONFORMANCE"
 """Carries the options to processes that the suite starts."""
@@ -150,8 +150,15 @@ class Backend:
         target.copy_(source)
         self.synchronize()
         one_copy = max(time.perf_counter() - begin, 1e-5)
-        for _ in range(min(int(amount * _SECONDS_IN_FLIGHT / one_copy) + 1, 1000)):
-            target.copy_(source, non_blocking=True)
+        try:
+            for _ in range(min(int(amount * _SECONDS_IN_FLIGHT / one_copy) + 1, 1000)):
+                target.copy_(source, non_blocking=True)
+        except Exception as error:
+            raise Nonconformance(
+                Hook.COPY,
+                "a copy from pinned memory can be started with non_blocking=True",
+                f"{type(error).__name__}: {error}",
+            ) from error
         yield
 
     def while_copies_are_in_flight(

@@ -90,8 +90,8 @@ def examine(backend: Backend) -> dict[str, Any]:
         require(
             callable(getattr(backend.module, function, None)),
             Hook.MODULE,
-            f"torch.{backend.name} has a function {function}()",
-            "it has not",
+            f"the device module has a function {function}()",
+            f"torch.{backend.name} has no function {function}()",
         )
     step("starting the device")
     torch.empty(1, device=backend.device())

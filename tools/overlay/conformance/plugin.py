@@ -185,7 +185,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     assert run.diagnosis is not None
     if run.diagnosis.failure is not None:
         write("No test was run, because the backend cannot be tested as it is:")
-        write(str(run.diagnosis.failure))
+        write(run.diagnosis.failure.seen.partition("\n")[0])
         return
     for depth, what in DEPTHS.items():
         write(f"depth {depth}  {what:<48}  {_verdict(run, depth)}")
