@@ -211,6 +211,21 @@ def test_a_backend_that_reports_no_copies_gets_copy_mode() -> None:
     assert done.stdout.startswith("0 the backend does not report its copies"), done.stdout
 
 
+def test_what_forked_processes_inherited_comes_back_when_they_are_gone() -> None:
+    iterator = iter(loader_of(Images(600), "in_place", batch_size=4, num_workers=1))
+    made = iterator._transport
+    # More rounds than there are slots, or columns for forked processes.
+    for _ in range(30):
+        batch = next(iterator)
+        (inner,) = list(loader_of(Images(4), "copy", batch_size=4, num_workers=1))
+        check_images(inner)
+        check_images(batch)
+    for _ in range(20):
+        check_images(next(iterator))
+    assert made.stats.stock_batches == {}
+    assert made.slots.stats()["retired"] == 0
+
+
 def test_epochs_of_a_persistent_loader_use_the_same_slots() -> None:
     loader = loader_of(Images(64), "in_place", batch_size=8, num_workers=2, persistent_workers=True)
     for _ in range(2):

@@ -736,9 +736,6 @@ void initPinBatchBindings(PyObject* module) {
       torch::wrap_pybind_function_no_gil([](int64_t index) {
         at::pin::selectPinDevice(static_cast<c10::DeviceIndex>(index));
       }));
-  m.def(
-      "_empty_host_cache",
-      torch::wrap_pybind_function_no_gil(at::pin::emptyHostCache));
 }
 
 } // namespace torch::pin

@@ -1,3 +1,4 @@
+#include <ATen/HostMemory.h>
 #include <ATen/PinTarget.h>
 #include <ATen/PinnedSlots.h>
 #include <ATen/core/Tensor.h>
@@ -571,7 +572,7 @@ class Memory {
       }
       if (!emptied_) {
         emptied_ = true;
-        at::pin::emptyHostCache();
+        at::pin::emptyHostMemoryCache();
         try {
           return pinned(bytes);
         } catch (const std::exception&) {

@@ -3,16 +3,13 @@
 #include <ATen/Base.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/HostMemory.h>
 #include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
-
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-#include <ATen/core/CachingHostAllocator.h>
-#endif
 
 #include <algorithm>
 #include <cstring>
@@ -265,7 +262,7 @@ class BatchPinner {
       }
     }
     emptied_ = true;
-    emptyHostCache();
+    emptyHostMemoryCache();
     return allocateOnce(bytes);
   }
 
@@ -449,21 +446,6 @@ class BatchPinner {
   std::vector<c10::StorageImpl*> order_;
 };
 
-std::optional<size_t> heldByHostAllocator() {
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-  const auto accelerator = at::getAccelerator(/*checked=*/false);
-  auto* allocator =
-      accelerator.has_value() ? at::getHostAllocator(*accelerator) : nullptr;
-  if (allocator != nullptr) {
-    const auto held = allocator->get_stats().allocated_bytes.current;
-    if (held > 0) {
-      return static_cast<size_t>(held);
-    }
-  }
-#endif
-  return std::nullopt;
-}
-
 } // namespace
 
 Treatment treatmentOf(const at::Tensor& tensor) {
@@ -502,17 +484,6 @@ Treatment treatmentOf(const at::Tensor& tensor) {
   return Treatment::Special;
 }
 
-void emptyHostCache() {
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-  const auto accelerator = at::getAccelerator(/*checked=*/false);
-  if (accelerator.has_value()) {
-    if (auto* allocator = at::getHostAllocator(*accelerator)) {
-      allocator->empty_cache();
-    }
-  }
-#endif
-}
-
 Refusals pinLeaves(
     std::vector<Leaf>& leaves,
     std::vector<c10::Storage>* retired) {
@@ -522,7 +493,7 @@ Refusals pinLeaves(
   }
   BatchPinner(leaves, retired, refusals).run();
   if (refusals.leaves > 0) {
-    refusals.held = heldByHostAllocator();
+    refusals.held = hostMemoryHeld();
   }
   return refusals;
 }

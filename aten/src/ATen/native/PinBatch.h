@@ -70,10 +70,6 @@ Refusals pinLeaves(
     std::vector<Leaf>& leaves,
     std::vector<c10::Storage>* retired);
 
-// Empties the cache of the current accelerator's host allocator, where it has
-// one that can be told to.
-void emptyHostCache();
-
 // Makes `index` the calling thread's device of the current accelerator, without
 // starting a device that was not started: where no device has a context yet,
 // the choice takes effect with the first pinned byte. Nothing to do for a

@@ -427,6 +427,8 @@ def _unpack(key: int, message: bytes) -> tuple[Any, bool]:
     made.count(size, stock, refused, delivery, time.perf_counter() - begin)
     if made.gone:
         made.clear_gone()
+    # Processes forked meanwhile, such as the workers of another loader, keep what they inherited.
+    made.slots.reap_guests()
     return data, others == 0 and refused == 0
 
 
