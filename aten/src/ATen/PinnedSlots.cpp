@@ -396,8 +396,6 @@ bool standInFront(c10::DeviceType type) {
          nullptr;
 }
 
-#endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-
 bool reportsCopies(c10::DeviceType type) {
   if (type == c10::kCUDA) {
     return true;
@@ -409,6 +407,8 @@ bool reportsCopies(c10::DeviceType type) {
       dynamic_cast<const HostMemoryHooks*>(&at::detail::getPrivateUse1Hooks());
   return hooks != nullptr && hooks->copies_record_events();
 }
+
+#endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR
 
 } // namespace
 
