@@ -1154,8 +1154,8 @@ class TestRefusals(TestCase):
         loader = DataLoader([1, 2])
         device = LoaderDevice.of(loader, ACCELERATOR)
         self.assertEqual(device, ACCELERATOR)
-        self.assertIs(LoaderDevice.of(loader, ACCELERATOR).count, device.count)
-        self.assertIsNot(LoaderDevice.of(DataLoader([1]), ACCELERATOR).count, device.count)
+        self.assertIs(LoaderDevice.of(loader, ACCELERATOR).refusals, device.refusals)
+        self.assertIsNot(LoaderDevice.of(DataLoader([1]), ACCELERATOR).refusals, device.refusals)
 
 
 class Everything(Dataset):

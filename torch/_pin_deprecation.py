@@ -79,7 +79,10 @@ def ignore_device(function: str, device: Any) -> None:
 def _tensor_methods() -> dict[str, Any]:
     from torchpin import _C
 
-    return _C._tensor_methods(lambda name, device: ignore_device(f"Tensor.{name}", device))
+    methods: dict[str, Any] = _C._tensor_methods(
+        lambda name, device: ignore_device(f"Tensor.{name}", device)
+    )
+    return methods
 
 
 def tensor_pin_memory(_base: Any) -> Any:

@@ -116,7 +116,9 @@ struct Answering {
 #endif
 };
 
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
 bool isStandIn(const c10::Allocator* allocator);
+#endif
 
 // Starts nothing.
 Answering answering() {
@@ -242,12 +244,6 @@ void visitStats(
         to->visit(to->argument, key, value);
       },
       &filter);
-}
-
-#else
-
-bool isStandIn(const c10::Allocator* /*allocator*/) {
-  return false;
 }
 
 #endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR

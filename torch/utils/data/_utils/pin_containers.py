@@ -189,7 +189,10 @@ def _choose(kind: type) -> Handler:
             break
     if kind in _STORAGES:
         return _storage
-    if issubclass(kind, PackedSequence) and kind.pin_memory is PackedSequence.pin_memory:
+    if (
+        issubclass(kind, PackedSequence)
+        and getattr(kind, "pin_memory", None) is PackedSequence.pin_memory
+    ):
         # What its own method does, but as part of the batch: with what is shared, and spared when
         # the accelerator refuses.
         return _tuple
@@ -482,7 +485,7 @@ def _tuple(obj: Any) -> Answer:
         if _native_base(kind) is tuple:
             return tuple.__new__(kind, new)
         # A struct sequence, made in C: its constructor takes a sequence.
-        return kind(new)  # type: ignore[call-arg]
+        return kind(new)
 
     return _with_state(obj, values, label, build, None)
 
@@ -767,8 +770,9 @@ def _sparse_compressed(obj: Any) -> Answer:
     names = _SPARSE_PARTS[obj.layout]
 
     def build(new: list[Any]) -> Any:
+        compressed, plain, values = new
         return torch.sparse_compressed_tensor(
-            *new, bare.shape, layout=bare.layout, check_invariants=False
+            compressed, plain, values, bare.shape, layout=bare.layout, check_invariants=False
         )
 
     return _with_class(
@@ -823,7 +827,7 @@ def _path_to_tensor(obj: Any, depth: int) -> str | None:
         return "" if _C._pin_treatment(obj) != 1 and not obj.is_pinned() else None
     if depth == 0 or _is_plain_type(kind):
         return None
-    steps: Any
+    steps: list[tuple[str, Any]]
     if isinstance(obj, dict):
         steps = [(_key_label(key), value) for key, value in list(obj.items())[:_SCANNED_ITEMS]]
     elif isinstance(obj, (list, tuple)):

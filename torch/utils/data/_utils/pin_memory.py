@@ -97,13 +97,13 @@ class LoaderDevice(str):
     this module and to nobody else. So it carries what belongs to a loader and outlives its iterators.
     """
 
-    count: RefusalCount
+    refusals: RefusalCount
 
     @classmethod
     def of(cls, loader: Any, accelerator: str) -> LoaderDevice:
         """The device to be stored in an iterator of ``loader``."""
         self = cls(accelerator)
-        self.count = vars(loader).setdefault("_pin_memory_refused", RefusalCount())
+        self.refusals = vars(loader).setdefault("_pin_memory_refused", RefusalCount())
         return self
 
 
@@ -171,7 +171,7 @@ def _count(refusals: tuple[int, int, int, str, int | None], device: Any) -> None
     tensors, size, asked, reason, held = refusals
     counts = [refused]
     if isinstance(device, LoaderDevice):
-        counts.append(device.count)
+        counts.append(device.refusals)
     for count in counts:
         count.tensors += tensors
         count.bytes += size
@@ -199,7 +199,9 @@ class PinThreadError(ExceptionWrapper):
     """
 
     def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__((type(error), error, error.__traceback__), where=where)
+        super().__init__(  # type: ignore[no-untyped-call]
+            (type(error), error, error.__traceback__), where=where
+        )
         self._arguments = error.args
         self._attributes = dict(_attributes_of(error))
         self._errno = getattr(error, "errno", None)
@@ -276,7 +278,7 @@ def _raise_at_get(out_queue: queue.Queue[Any]) -> None:
         return item
 
     # The method that queue.Queue means to be overridden; called with the queue's lock held.
-    out_queue._get = get  # type: ignore[attr-defined]
+    out_queue._get = get  # type: ignore[method-assign]
 
 
 # ---- the thread
