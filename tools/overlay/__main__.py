@@ -16,9 +16,17 @@ def _release(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 
+_TRANSPORT = {
+    "auto": "auto: in place where that is safe, else by one copy; torchpin.stats() says which it was",
+    "in_place": "in_place: without a copy",
+    "copy": "copy: by one copy",
+    "off": "off: as PyTorch without torchpin",
+}
+
+
 def _pin_lines() -> list[tuple[str, str]]:
     """Accelerator, host allocator and what is missing, without starting a device."""
-    from torch.utils.data._utils import pin_target
+    from torch.utils.data._utils import pin_target, transport
     from torchpin import _C
 
     name, lack, reason, own_kernels, allocator = _C._pin_target(initialize=False)
@@ -34,6 +42,11 @@ def _pin_lines() -> list[tuple[str, str]]:
         lines.append(("host allocator", f"none ({lack})"))
     _, missing = pin_target.what_is_missing()
     lines.append(("pinned memory", "yes" if missing is None else f"no: {missing}"))
+    try:
+        mode = _TRANSPORT[transport.mode_of(None)]
+    except ValueError as error:
+        mode = str(error)
+    lines.append(("transport", mode))
     return lines
 
 

@@ -96,7 +96,12 @@ class transport:
         _mode = self._before
 
 
-def _mode_of(loader: Any) -> str:
+def mode_of(loader: Any) -> str:
+    """What was chosen for a loader, or with None for those that say nothing themselves.
+
+    Raises:
+        ValueError: if what was written there is no mode.
+    """
     own = getattr(loader, _ATTRIBUTE, None)
     if isinstance(own, str):
         return _checked(own, f"DataLoader.{_ATTRIBUTE}")
@@ -284,7 +289,7 @@ def prepare(iterator: Any, loader: Any) -> None:
     if not iterator._pin_memory:
         return
     try:
-        mode = _mode_of(loader)
+        mode = mode_of(loader)
     except ValueError:
         # The base's __del__ asks for it, and would complain about an iterator that has not got so far.
         iterator._shutdown = True
