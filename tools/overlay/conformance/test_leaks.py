@@ -86,8 +86,9 @@ def test_pinning_copying_and_freeing_leaks_nothing(backend: Backend) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_leak_nothing(backend: Backend, workers: int) -> None:
     """Batches of a loader without workers, and of one whose workers stay."""
+    # Large enough that 200 lost batches cannot hide in what a cache may keep.
     loader = DataLoader(
-        Samples(20_000),
+        Samples(60_000),
         batch_size=1,
         pin_memory=True,
         num_workers=workers,
