@@ -58,7 +58,11 @@ def test_case(program: Path, case: str) -> None:
 
 
 def test_the_copies_notice_memory_that_is_reused_too_early(program: Path) -> None:
-    result = run(program, "careless_reuse")
+    # Whether a block is taken again while a copy still reads it is up to the scheduler.
+    for _ in range(20):
+        result = run(program, "careless_reuse")
+        if result.returncode != 0:
+            break
     assert result.returncode == 1
     assert "copy.ptr[at] == copy.key" in result.stderr
 
