@@ -58,10 +58,11 @@ def test_case(program: Path, case: str) -> None:
 
 
 def test_the_copies_notice_memory_that_is_reused_too_early(program: Path) -> None:
-    # Whether a block is taken again while a copy still reads it is up to the scheduler.
+    # Up to the scheduler: a block is taken again while a copy still reads it, or it has been
+    # unmapped by then and the copy crashes, or all goes well.
     for _ in range(20):
         result = run(program, "careless_reuse")
-        if result.returncode != 0:
+        if result.returncode == 1:
             break
     assert result.returncode == 1
     assert "copy.ptr[at] == copy.key" in result.stderr
