@@ -296,6 +296,10 @@ def prepare(iterator: Any, loader: Any) -> None:
         raise
     if mode == "off":
         return
+    *_, own_kernels, _ = _C._pin_target(initialize=False)
+    if own_kernels:
+        # A backend that pins by kernels of its own is asked for each batch, not passed by.
+        return
     if iterator._num_workers <= 0:
         if iterator._collate_fn is default_collate:
             iterator._collate_fn = _collate_pinned
