@@ -206,7 +206,14 @@ def test_an_interrupt_ends_every_process(number: signal.Signals, scratch: pathli
     marker = f"torchpin-{uuid.uuid4()}"
     env = environment(ACCELERATOR, TORCHPIN_TEST_MARKER=marker, TMPDIR=str(scratch))
     arguments = ["--shape", "8", "--workers", "2", "--seconds", "300", "--rounds", "1"]
-    process = subprocess.Popen([*BENCH, *arguments], env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*BENCH, *arguments],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what it puts in the background with SIGINT ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     try:
         # The command, two servers, one measuring and its two workers.
         deadline = time.monotonic() + 60
