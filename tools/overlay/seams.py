@@ -164,6 +164,14 @@ SEAMS: Final = (
         "the slots came with the collate function",
         rebinds="collate_fn",
     ),
+    Seam(
+        f"{_WORKER}:ManagerWatchdog.__init__",
+        "end",
+        f"{_TRANSPORT}:watch_parent",
+        ("self",),
+        "a worker that starts up after the main process was killed would take whatever adopted it for "
+        "the main process, and keep the slots for ever",
+    ),
 )
 
 METHODS: Final = (

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import time
@@ -550,6 +551,21 @@ def enter_worker(queue: Any, collate_fn: Any, worker_id: int) -> Any:
     packing = _WorkerQueue(queue, collate_fn.key, collate_fn.slots)
     _packer = packing._packer
     return packing
+
+
+def watch_parent(watchdog: Any) -> None:
+    """Tells a worker's watchdog who the main process is.
+
+    The base asks who the parent is, which is somebody else already if the main process was killed while
+    the worker started.
+    """
+    if _packer is None or not hasattr(watchdog, "manager_pid"):
+        return
+    method = getattr(multiprocessing.current_process(), "_start_method", None)
+    parent = multiprocessing.parent_process()
+    # The parent of a process that forkserver made is the server, which ends with the main process.
+    if parent is not None and (method or multiprocessing.get_start_method()) != "forkserver":
+        watchdog.manager_pid = parent.pid
 
 
 def own_collate_fn(collate_fn: Any) -> Any:
