@@ -1,4 +1,5 @@
 #include <ATen/native/PinBatch.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -161,7 +162,8 @@ class Walk {
     }
     if (!leaves_.empty()) {
       py::gil_scoped_release noGil;
-      refusals_ = at::pin::pinLeaves(leaves_, retire ? &retired_ : nullptr);
+      refusals_ = at::pin::pinLeaves(
+          leaves_.data(), leaves_.size(), retire ? &retired_ : nullptr);
     }
     tensors_.resize(leaves_.size());
     rebuild();
@@ -225,8 +227,7 @@ class Walk {
   }
 
   uint32_t addLeaf(const at::Tensor& tensor) {
-    leaves_.emplace_back();
-    leaves_.back().source = tensor;
+    leaves_.emplace_back(tensor.unsafeGetTensorImpl());
     return kLeaf + static_cast<uint32_t>(leaves_.size() - 1);
   }
 
@@ -671,11 +672,15 @@ class Walk {
   }
 
   const Callbacks& callbacks_;
-  std::vector<Node> nodes_;
-  std::vector<Edge> edges_;
-  std::vector<uint32_t> order_;
-  std::vector<at::pin::Leaf> leaves_;
-  std::vector<PyObject*> tensors_; // of the leaves, as far as asked for
+  // Room for a usual batch: asking malloc for a few thousand bytes makes it
+  // tidy up what the tensors of the last batch left behind.
+  c10::SmallVector<Node, 16> nodes_;
+  c10::SmallVector<Edge, 128> edges_;
+  c10::SmallVector<uint32_t, 16> order_;
+  // Their sources are kept alive by edges, or by the caller of run().
+  c10::SmallVector<at::pin::Leaf, 128> leaves_;
+  // Of the leaves, as far as asked for.
+  c10::SmallVector<PyObject*, 128> tensors_;
   std::vector<c10::Storage> retired_;
   at::pin::Refusals refusals_;
   ska::flat_hash_map<PyObject*, uint32_t> met_;

@@ -54,23 +54,21 @@ std::string messageOf(const std::exception& error) {
   return text;
 }
 
-bool isNested(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->key_set().has_any(
+bool isNested(const c10::TensorImpl& impl) {
+  return impl.key_set().has_any(
       c10::DispatchKeySet(
           {c10::DispatchKey::NestedTensor,
            c10::DispatchKey::AutogradNestedTensor}));
 }
 
-Extent extentOf(const at::Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  const size_t whole = impl->unsafe_storage().nbytes();
-  if (isNested(tensor)) {
-    return {0, whole};
+Extent extentOf(const c10::TensorImpl& impl) {
+  if (isNested(impl)) {
+    return {0, impl.unsafe_storage().nbytes()};
   }
-  const auto sizes = impl->sizes();
-  const auto strides = impl->strides();
-  const size_t item = impl->itemsize();
-  const size_t begin = static_cast<size_t>(impl->storage_offset()) * item;
+  const auto sizes = impl.sizes();
+  const auto strides = impl.strides();
+  const size_t item = impl.itemsize();
+  const size_t begin = static_cast<size_t>(impl.storage_offset()) * item;
   size_t last = 0;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 0) {
@@ -82,16 +80,15 @@ Extent extentOf(const at::Tensor& tensor) {
 }
 
 // True where copying the whole span would mostly copy what is not the tensor's.
-bool isSparseSpan(const at::Tensor& tensor, const Extent& extent) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  if (isNested(tensor) ||
-      extent.size() / kSparseSpan <
-          static_cast<size_t>(impl->numel()) * impl->itemsize() ||
-      extent.size() == 0 || tensor.is_quantized()) {
+bool isSparseSpan(const c10::TensorImpl& impl, const Extent& extent) {
+  if (extent.size() / kSparseSpan <
+          static_cast<size_t>(impl.numel()) * impl.itemsize() ||
+      extent.size() == 0 || isNested(impl) ||
+      impl.key_set().has(c10::DispatchKey::Quantized)) {
     return false;
   }
-  const auto sizes = impl->sizes();
-  const auto strides = impl->strides();
+  const auto sizes = impl.sizes();
+  const auto strides = impl.strides();
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (strides[d] == 0 && sizes[d] > 1) {
       // copy_ refuses to write one element twice.
@@ -128,31 +125,30 @@ at::Tensor plainTensor(
 
 // The tensor `source` over other memory: everything it is except its data.
 at::Tensor
-over(const at::Tensor& source, c10::Storage storage, size_t offsetInBytes) {
-  auto* impl = source.unsafeGetTensorImpl();
-  if (isPlain(*impl)) {
+over(const c10::TensorImpl& source, c10::Storage storage, size_t offsetInBytes) {
+  if (isPlain(source)) {
     auto result = plainTensor(
         std::move(storage),
-        impl->dtype(),
-        impl->sizes(),
-        impl->strides(),
-        static_cast<int64_t>(offsetInBytes / impl->itemsize()));
-    if (impl->requires_grad()) {
+        source.dtype(),
+        source.sizes(),
+        source.strides(),
+        static_cast<int64_t>(offsetInBytes / source.itemsize()));
+    if (source.requires_grad()) {
       result.unsafeGetTensorImpl()->set_requires_grad(true);
     }
     return result;
   }
-  auto copy = impl->shallow_copy_and_detach(
+  auto copy = source.shallow_copy_and_detach(
       /*version_counter=*/c10::VariableVersion(0),
       /*allow_tensor_metadata_change=*/true);
   copy->set_storage_keep_dtype(std::move(storage));
   // A nested tensor covers its storage and has no offset of its own.
   if (!isNested(source)) {
     copy->set_storage_offset(
-        static_cast<int64_t>(offsetInBytes / impl->itemsize()));
+        static_cast<int64_t>(offsetInBytes / source.itemsize()));
   }
   at::Tensor result(std::move(copy));
-  if (impl->requires_grad()) {
+  if (source.requires_grad()) {
     result.unsafeGetTensorImpl()->set_requires_grad(true);
   }
   return result;
@@ -161,16 +157,21 @@ over(const at::Tensor& source, c10::Storage storage, size_t offsetInBytes) {
 class BatchPinner {
  public:
   BatchPinner(
-      std::vector<Leaf>& leaves,
+      Leaf* leaves,
+      size_t count,
       std::vector<c10::Storage>* retired,
       Refusals& refusals)
-      : leaves_(leaves), retired_(retired), refusals_(refusals) {}
+      : leaves_(leaves),
+        count_(count),
+        retired_(retired),
+        refusals_(refusals) {}
 
   void run() {
     target_ = pinTarget(Initialize::Yes);
     if (!target_.ready()) {
-      for (auto& leaf : leaves_) {
-        refuse(leaf, extentOf(leaf.source).size(), target_.reason);
+      for (size_t i = 0; i < count_; ++i) {
+        auto& leaf = leaves_[i];
+        refuse(leaf, extentOf(*leaf.source).size(), target_.reason);
       }
       return;
     }
@@ -178,10 +179,11 @@ class BatchPinner {
       selectWantedDevice();
     }
     if (retired_ != nullptr) {
-      retired_->reserve(retired_->size() + leaves_.size());
+      retired_->reserve(retired_->size() + count_);
     }
-    for (auto& leaf : leaves_) {
-      const auto& storage = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    for (size_t i = 0; i < count_; ++i) {
+      auto& leaf = leaves_[i];
+      const auto& storage = leaf.source->unsafe_storage();
       // A storage with one owner cannot have a second view in this batch.
       if (storage.use_count() > 1) {
         auto& members = groups_[storage.unsafeGetStorageImpl()];
@@ -204,12 +206,18 @@ class BatchPinner {
   }
 
  private:
-  bool isPinnedAlready(const at::Tensor& tensor) const {
+  // For what only operators can say.
+  static at::Tensor tensorOf(const Leaf& leaf) {
+    return at::Tensor(
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::
+            reclaim_copy(leaf.source));
+  }
+
+  bool isPinnedAlready(const Leaf& leaf) const {
     if (target_.ownKernels) {
-      return tensor.is_pinned();
+      return tensorOf(leaf).is_pinned();
     }
-    return isPinned(
-        *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    return isPinned(*leaf.source->unsafe_storage().unsafeGetStorageImpl());
   }
 
   void refuse(Leaf& leaf, size_t asked, const std::string& reason) {
@@ -220,7 +228,7 @@ class BatchPinner {
       refusals_.reason = reason;
     }
     ++refusals_.leaves;
-    refusals_.bytes += extentOf(leaf.source).size();
+    refusals_.bytes += extentOf(*leaf.source).size();
   }
 
   c10::Storage allocateOnce(size_t bytes) const {
@@ -271,7 +279,7 @@ class BatchPinner {
       const Extent& extent,
       const c10::Storage& to,
       int64_t at) {
-    const auto& from = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    const auto& from = leaf.source->unsafe_storage();
     const auto size = static_cast<int64_t>(extent.size());
     if (extent.size() >= kParallelBytes && at::get_num_threads() > 1) {
       // In the pin thread there is one, so that the training loop keeps its
@@ -292,19 +300,19 @@ class BatchPinner {
   }
 
   void pinAlone(Leaf& leaf) {
-    const Extent extent = extentOf(leaf.source);
+    const Extent extent = extentOf(*leaf.source);
     try {
-      if (isPinnedAlready(leaf.source)) {
+      if (isPinnedAlready(leaf)) {
         leaf.outcome = Outcome::AsItIs;
         return;
       }
       check(leaf, extent);
       auto storage = allocate(extent.size());
-      const bool sparse = isSparseSpan(leaf.source, extent);
+      const bool sparse = isSparseSpan(*leaf.source, extent);
       if (extent.size() > 0 && !sparse) {
         copy(leaf, extent, storage, 0);
       }
-      leaf.pinned = over(leaf.source, std::move(storage), 0);
+      leaf.pinned = over(*leaf.source, std::move(storage), 0);
       if (sparse) {
         copyElements(leaf);
       }
@@ -319,7 +327,7 @@ class BatchPinner {
   void pinGroup(const std::vector<Leaf*>& members) {
     size_t total = 0;
     try {
-      if (isPinnedAlready(members.front()->source)) {
+      if (isPinnedAlready(*members.front())) {
         for (auto* leaf : members) {
           leaf->outcome = Outcome::AsItIs;
         }
@@ -334,7 +342,7 @@ class BatchPinner {
       std::vector<size_t> byBegin;
       for (const auto* leaf : members) {
         byBegin.push_back(extents.size());
-        extents.push_back(extentOf(leaf->source));
+        extents.push_back(extentOf(*leaf->source));
         check(*leaf, extents.back());
       }
       std::sort(byBegin.begin(), byBegin.end(), [&](size_t a, size_t b) {
@@ -363,7 +371,7 @@ class BatchPinner {
         const auto& first = *members[stretch.members.front()];
         const bool sparse = std::all_of(
             stretch.members.begin(), stretch.members.end(), [&](size_t i) {
-              return isSparseSpan(members[i]->source, extents[i]);
+              return isSparseSpan(*members[i]->source, extents[i]);
             });
         if (stretch.from.size() > 0 && !sparse) {
           copy(first, stretch.from, storage, static_cast<int64_t>(stretch.to));
@@ -371,7 +379,7 @@ class BatchPinner {
         for (const auto i : stretch.members) {
           auto& leaf = *members[i];
           leaf.pinned = over(
-              leaf.source,
+              *leaf.source,
               storage,
               stretch.to + extents[i].begin - stretch.from.begin);
           if (sparse) {
@@ -390,7 +398,7 @@ class BatchPinner {
   }
 
   static void check(const Leaf& leaf, const Extent& extent) {
-    const auto& storage = leaf.source.unsafeGetTensorImpl()->unsafe_storage();
+    const auto& storage = leaf.source->unsafe_storage();
     TORCH_CHECK(
         extent.end <= storage.nbytes() || extent.size() == 0,
         "the tensor ends at byte ",
@@ -403,21 +411,21 @@ class BatchPinner {
   static void copyElements(Leaf& leaf) {
     // The bits say how to read the elements, not what they are: without them,
     // on both sides, nothing is computed.
-    const auto bare = [](const at::Tensor& tensor) {
-      auto copy = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+    const auto bare = [](const c10::TensorImpl& impl) {
+      auto copy = impl.shallow_copy_and_detach(
           c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
       at::Tensor result(std::move(copy));
       result._set_conj(false);
       result._set_neg(false);
       return result;
     };
-    bare(leaf.pinned).copy_(bare(leaf.source));
+    bare(*leaf.pinned.unsafeGetTensorImpl()).copy_(bare(*leaf.source));
   }
 
   void finish(Leaf& leaf) {
     leaf.outcome = Outcome::Pinned;
     if (retired_ != nullptr) {
-      retired_->push_back(leaf.source.unsafeGetTensorImpl()->unsafe_storage());
+      retired_->push_back(leaf.source->unsafe_storage());
     }
   }
 
@@ -437,7 +445,8 @@ class BatchPinner {
     guard.setDevice(c10::Device(*target_.accelerator, index));
   }
 
-  std::vector<Leaf>& leaves_;
+  Leaf* const leaves_;
+  const size_t count_;
   std::vector<c10::Storage>* retired_;
   Refusals& refusals_;
   PinTarget target_;
@@ -485,13 +494,14 @@ Treatment treatmentOf(const at::Tensor& tensor) {
 }
 
 Refusals pinLeaves(
-    std::vector<Leaf>& leaves,
+    Leaf* leaves,
+    size_t count,
     std::vector<c10::Storage>* retired) {
   Refusals refusals;
-  if (leaves.empty()) {
+  if (count == 0) {
     return refusals;
   }
-  BatchPinner(leaves, retired, refusals).run();
+  BatchPinner(leaves, count, retired, refusals).run();
   if (refusals.leaves > 0) {
     refusals.held = hostMemoryHeld();
   }

@@ -26,7 +26,12 @@ enum class Outcome : uint8_t {
 };
 
 struct Leaf {
-  at::Tensor source;
+  explicit Leaf(c10::TensorImpl* source) : source(source) {}
+
+  // The caller keeps it alive. Not counted here: from 2.11 on a second owner of
+  // a tensor that Python has seen costs a look at the interpreter, and the
+  // caller owns the Python object anyway.
+  c10::TensorImpl* source;
   at::Tensor pinned;
   Outcome outcome = Outcome::Unvisited;
 };
@@ -55,7 +60,7 @@ enum class Treatment : uint8_t {
 
 Treatment treatmentOf(const at::Tensor& tensor);
 
-// Gives every leaf an outcome. All leaves must be Treatment::Bytes.
+// Gives each of `count` leaves an outcome. All must be Treatment::Bytes.
 //
 // Tensors keep sizes, strides, dtype, conjugate and negative bits, names,
 // quantizer and requires_grad. Leaves that share a storage share one pinned
@@ -67,7 +72,8 @@ Treatment treatmentOf(const at::Tensor& tensor);
 // Never throws for a leaf that cannot be pinned; what the initialisation of
 // the accelerator throws comes through.
 Refusals pinLeaves(
-    std::vector<Leaf>& leaves,
+    Leaf* leaves,
+    size_t count,
     std::vector<c10::Storage>* retired);
 
 // Makes `index` the calling thread's device of the current accelerator, without

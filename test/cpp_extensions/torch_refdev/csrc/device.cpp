@@ -16,9 +16,11 @@
 
 #include <array>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <set>
 #include <sstream>
+#include <string>
 #include <vector>
 
 #if REFDEV_HAS_DEVICE_ALLOCATOR
@@ -495,9 +497,9 @@ void setCurrentStream(int device, int stream) {
   }
 }
 
-bool broken(const std::string& way) {
+bool broken(std::string_view way) {
   static const auto* ways = [] {
-    auto* result = new std::set<std::string>();
+    auto* result = new std::set<std::string, std::less<>>();
     const char* value = std::getenv("TORCH_REFDEV_BREAK");
     std::istringstream list(value == nullptr ? "" : value);
     std::string item;
@@ -506,7 +508,7 @@ bool broken(const std::string& way) {
     }
     return result;
   }();
-  return ways->count(way) > 0;
+  return !ways->empty() && ways->count(way) > 0;
 }
 
 OwnKernelCalls& ownKernelCalls() {

@@ -8,7 +8,7 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <string>
+#include <string_view>
 
 #include "base.h"
 #include "driver.h"
@@ -31,7 +31,7 @@ void setCurrentStream(int device, int stream);
 
 // The ways of being incomplete or wrong that TORCH_REFDEV_BREAK names, see
 // README. Read once, when the extension is loaded.
-bool broken(const std::string& way);
+bool broken(std::string_view way);
 
 // Counted by the kernels that the switches own_kernels and own_backend_select
 // register.
