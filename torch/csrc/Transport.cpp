@@ -790,8 +790,45 @@ enum class Delivery : int {
 };
 
 // The worker drops its references right after the message that brought us here
-// was queued.
+// was queued, unless it keeps them for good. If it lost its processor just then
+// it takes longer; to copy the batch costs time too, and a block of pinned
+// memory that would not be needed otherwise. So we wait about as long as the
+// copy would take, but not for workers that kept the last batches as well.
 constexpr auto kPatience = std::chrono::microseconds(200);
+constexpr uint64_t kCopyBytesPerMicrosecond = 4096;
+constexpr auto kNap = std::chrono::microseconds(50);
+constexpr uint32_t kKeptInARow = 2;
+
+bool isDroppedByWorker(
+    const SharedSlots& slots,
+    at::pin::PinnedSlots& pinned,
+    const SlotTicket& ticket) {
+  using Clock = std::chrono::steady_clock;
+  if (!slots.held_by_others(ticket.slot)) {
+    pinned.kept_in_a_row = 0;
+    return true;
+  }
+  const auto begin = Clock::now();
+  auto patience = kPatience;
+  if (pinned.kept_in_a_row < kKeptInARow) {
+    patience +=
+        std::chrono::microseconds(ticket.bytes / kCopyBytesPerMicrosecond);
+  }
+  while (slots.held_by_others(ticket.slot)) {
+    const auto waited = Clock::now() - begin;
+    if (waited > patience) {
+      ++pinned.kept_in_a_row;
+      return false;
+    }
+    if (waited < kPatience) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  pinned.kept_in_a_row = 0;
+  return true;
+}
 
 Delivery choose(
     SharedSlots& slots,
@@ -800,14 +837,8 @@ Delivery choose(
   if (pinned == nullptr) {
     return Delivery::Copied;
   }
-  if (slots.held_by_others(ticket.slot)) {
-    const auto until = std::chrono::steady_clock::now() + kPatience;
-    do {
-      if (std::chrono::steady_clock::now() > until) {
-        return Delivery::KeptByWorker;
-      }
-      std::this_thread::yield();
-    } while (slots.held_by_others(ticket.slot));
+  if (!isDroppedByWorker(slots, *pinned, ticket)) {
+    return Delivery::KeptByWorker;
   }
   return pinned->lock(ticket.slot, ticket.bytes) ? Delivery::InPlace
                                                  : Delivery::LockRefused;

@@ -87,8 +87,10 @@ class Slots final : public PinnedSlots,
       return true;
     }
     // One range for each slot: some drivers refuse a copy that crosses from
-    // one registered range into another.
-    const uint64_t extent = slots_->resident_bytes(slot);
+    // one registered range into another. A slot that grew may grow again.
+    const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    const uint64_t extent = locked == 0 ? (bytes + page - 1) / page * page
+                                        : slots_->resident_bytes(slot);
     unlock(slot);
     try {
       registerHostMemory(slots_->slot_data(slot), extent);

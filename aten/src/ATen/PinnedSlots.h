@@ -28,6 +28,7 @@
 #include <c10/core/SharedSlots.h>
 #include <c10/core/Storage.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -51,7 +52,9 @@ class PinnedSlots {
   virtual ~PinnedSlots() = default;
 
   // Page-locks at least the first `bytes` of a slot that the caller has taken.
-  // False when the accelerator refuses. Without the GIL.
+  // The first time no more than their pages, so that batches of one size lock
+  // no more than their own blocks would. False when the accelerator refuses.
+  // Without the GIL.
   virtual bool lock(uint32_t slot, uint64_t bytes) = 0;
 
   // Storages over (offset, bytes) of a slot that the caller has taken and will
@@ -66,6 +69,10 @@ class PinnedSlots {
   virtual uint64_t locked_bytes() const noexcept = 0;
   // Slots that only wait for copies.
   virtual uint64_t waiting() const noexcept = 0;
+
+  // Batches in a row that their worker went on using: kept by whoever waits for
+  // workers to let go of a batch.
+  std::atomic<uint32_t> kept_in_a_row{0};
 };
 
 // Lets go of slots whose last copy has finished, of all that exist.
