@@ -6,6 +6,7 @@ On the reference accelerator, whose copies can be held back and whose bugs would
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import threading
@@ -50,64 +51,82 @@ def copy_delay(seconds: float) -> Iterator[None]:
         refdev.set_copy_delay(0.0)
 
 
-def train(batches: int, streams: int, loader: Any) -> int:
-    """Copies each batch without waiting, drops it at once and goes on; how many arrived wrong."""
-    sums: list[tuple[torch.Tensor, int]] = []
-    wrong = 0
+IN_FLIGHT = 6
+"""Copies that a training loop lets run; with the batches under way no more than there are slots."""
+KEPT = 64
+"""Batches on the device that a training loop has before it looks at them."""
+
+
+def train(batches: int, streams: int) -> int:
+    """Copies each batch without waiting, drops it at once and goes on; how many arrived wrong.
+
+    Stops when some did.
+    """
+    samples = Numbers(4 * batches, 512)
+    loader = loader_of(samples, "in_place", batch_size=4, num_workers=1, prefetch_factor=4)
     side = [torch.refdev.Stream() for _ in range(streams)]
-
-    def settle() -> int:
-        torch.refdev.synchronize()
-        bad = sum(int(total.cpu().sum()) != want for total, want in sums)
-        sums.clear()
-        return bad
-
-    for number, batch in enumerate(loader):
-        want = (4 * number * 4 + 6) * loader.dataset.width
+    copies: collections.deque[Any] = collections.deque()
+    kept: list[torch.Tensor] = []
+    wrong = done = 0
+    iterator = iter(loader)
+    for number, batch in enumerate(iterator):
         with torch.refdev.stream(side[number % streams]):
-            on_device = batch.to("refdev", non_blocking=True)
+            kept.append(batch.to("refdev", non_blocking=True))
+            copies.append(torch.refdev.Event())
+            copies[-1].record()
         del batch
-        sums.append((on_device, want))
-        if len(sums) == 64:
-            wrong += settle()
-    return wrong + settle()
+        if len(copies) > IN_FLIGHT:
+            copies.popleft().synchronize()
+        if len(kept) == KEPT or number + 1 == batches:
+            torch.refdev.synchronize()
+            # Summed where the copies went, for each sample: those of batch n are 4n to 4n + 3.
+            sums = torch.stack([on_device.sum(1) for on_device in kept]).cpu().flatten()
+            kept.clear()
+            want = torch.arange(4 * done, 4 * done + len(sums)) * samples.width
+            wrong += int((sums != want).sum())
+            done = number + 1
+            if wrong:
+                break
+    if not wrong:
+        assert done == batches
+        assert iterator._transport.stats.in_place > 0.9 * batches
+    return wrong
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-def test_a_training_loop_with_delayed_copies_reads_whole_batches(streams: int) -> None:
-    loader = loader_of(
-        Numbers(4 * 2500, 512), "in_place", batch_size=4, num_workers=2, prefetch_factor=4
-    )
-    with copy_delay(0.0005):
-        assert train(2500, streams, loader) == 0
-
-
-def test_several_threads_train_at_once() -> None:
+def train_in_threads(batches: int, streams: int, threads: int) -> int:
+    """:func:`train` in several threads, which share out ``batches``; how many arrived wrong in all."""
     wrong: list[int] = []
 
     def run() -> None:
-        loader = loader_of(
-            Numbers(4 * 1000, 512), "in_place", batch_size=4, num_workers=1, prefetch_factor=4
-        )
-        wrong.append(train(1000, 2, loader))
+        wrong.append(train(-(-batches // threads), streams))
 
-    with copy_delay(0.0005):
-        threads = [threading.Thread(target=run) for _ in range(3)]
-        for thread in threads:
+    with copy_delay(0.0003):
+        running = [threading.Thread(target=run) for _ in range(threads)]
+        for thread in running:
             thread.start()
-        for thread in threads:
+        for thread in running:
             thread.join()
-    assert wrong == [0, 0, 0]
+    assert len(wrong) == threads
+    return sum(wrong)
 
 
-def test_without_the_guard_the_same_loop_reads_what_was_written_later() -> None:
-    loader = loader_of(
-        Numbers(4 * 500, 512), "in_place", batch_size=4, num_workers=2, prefetch_factor=4
-    )
+each_shape = pytest.mark.parametrize(
+    ("streams", "threads"), [(1, 1), (3, 1), (2, 3)], ids=["1 stream", "3 streams", "3 threads"]
+)
+
+
+@each_shape
+def test_training_loops_with_delayed_copies_read_whole_batches(streams: int, threads: int) -> None:
+    assert train_in_threads(10_000, streams, threads) == 0
+
+
+@each_shape
+def test_without_the_guard_the_same_loops_read_what_was_written_later(
+    streams: int, threads: int
+) -> None:
     _C._set_slot_events_honoured(False)
     try:
-        with copy_delay(0.002):
-            assert train(500, 1, loader) > 0
+        assert train_in_threads(10_000, streams, threads) > 0
     finally:
         _C._set_slot_events_honoured(True)
 
