@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.pin_containers import (
         register_pin_function as register_pin_function,
     )
+    from torch.utils.data._utils.pin_memory import set_pin_threads as set_pin_threads
     from torch.utils.data._utils.transport import stats as stats
     from torch.utils.data._utils.transport import transport as transport
     from torchpin._overlay import ActivationError as ActivationError
@@ -53,6 +54,7 @@ _HOST_MEMORY = (
 
 _BATCHES = {
     "register_pin_function": "torch.utils.data._utils.pin_containers",
+    "set_pin_threads": "torch.utils.data._utils.pin_memory",
     "stats": "torch.utils.data._utils.transport",
     "transport": "torch.utils.data._utils.transport",
 }

@@ -735,6 +735,9 @@ void initPinBatchBindings(PyObject* module) {
   auto m = py::handle(module).cast<py::module>();
   py::class_<Retired>(m, "_Retired").def("release", &Retired::release);
   m.def("_pin_batch", torch::wrap_pybind_function(pinBatch));
+  m.def("_set_pin_threads", torch::wrap_pybind_function([](int threads) {
+          at::pin::setCopyThreads(threads);
+        }));
   m.def("_pin_treatment", torch::wrap_pybind_function(treatment));
   m.def(
       "_select_pin_device",

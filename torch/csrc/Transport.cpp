@@ -878,7 +878,8 @@ py::tuple unpack(
         storages.reserve(regions.size());
         for (const auto& [offset, bytes] : regions) {
           storages.push_back(memory.allocate(bytes));
-          copyBytes(storages.back().mutable_data(), data + offset, bytes);
+          at::pin::copyBytes(
+              storages.back().mutable_data(), data + offset, bytes);
         }
         return storages;
       });

@@ -12,7 +12,11 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
+#include <system_error>
+#include <thread>
 
 namespace at::pin {
 
@@ -38,8 +42,15 @@ constexpr size_t kWidestElement = 16;
 // element by element: the rest of it belongs to somebody else.
 constexpr size_t kSparseSpan = 4;
 
+constexpr uintptr_t kPage = 4096;
+
 // Worth the threads of the calling thread's operators.
 constexpr size_t kParallelBytes = size_t{1} << 20;
+
+// Each thread must have this much to copy to be worth being started.
+constexpr size_t kBytesPerThread = size_t{2} << 20;
+constexpr int kMostThreads = 16;
+std::atomic<int> threadsOfCopies{1};
 
 // The device that selectPinDevice() could not select yet.
 thread_local c10::DeviceIndex wantedDevice = -1;
@@ -213,11 +224,27 @@ class BatchPinner {
             reclaim_copy(leaf.source));
   }
 
-  bool isPinnedAlready(const Leaf& leaf) const {
+  bool isPinnedAlready(const Leaf& leaf) {
     if (target_.ownKernels) {
       return tensorOf(leaf).is_pinned();
     }
-    return isPinned(*leaf.source->unsafe_storage().unsafeGetStorageImpl());
+    const auto& storage = *leaf.source->unsafe_storage().unsafeGetStorageImpl();
+    // Accelerators lock whole pages, and their answer costs as much as the rest
+    // of a small tensor. So what lies in the page of the one before is asked
+    // about of our own registry only, which knows parts of pages.
+    const auto begin = reinterpret_cast<uintptr_t>(storage.data());
+    const uintptr_t page = begin / kPage;
+    const bool inOnePage =
+        storage.nbytes() > 0 && (begin + storage.nbytes() - 1) / kPage == page;
+    if (inOnePage && page == unpinnedPage_) {
+      return HostMemoryRegistry::instance().covers(
+          storage.data(), storage.nbytes());
+    }
+    const bool pinned = isPinned(storage);
+    if (inOnePage && !pinned) {
+      unpinnedPage_ = page;
+    }
+    return pinned;
   }
 
   void refuse(Leaf& leaf, size_t asked, const std::string& reason) {
@@ -293,7 +320,7 @@ class BatchPinner {
               static_cast<int64_t>(extent.begin)));
       return;
     }
-    std::memcpy(
+    copyBytes(
         static_cast<char*>(to.mutable_data()) + at,
         static_cast<const char*>(from.data()) + extent.begin,
         extent.size());
@@ -451,6 +478,7 @@ class BatchPinner {
   Refusals& refusals_;
   PinTarget target_;
   bool emptied_ = false;
+  uintptr_t unpinnedPage_ = 0;
   ska::flat_hash_map<c10::StorageImpl*, std::vector<Leaf*>> groups_;
   std::vector<c10::StorageImpl*> order_;
 };
@@ -506,6 +534,55 @@ Refusals pinLeaves(
     refusals.held = hostMemoryHeld();
   }
   return refusals;
+}
+
+void setCopyThreads(int threads) {
+  TORCH_CHECK_VALUE(
+      threads >= 1 && threads <= kMostThreads,
+      "the number of copy threads has to be from 1 to ",
+      kMostThreads,
+      ", got ",
+      threads);
+  threadsOfCopies.store(threads, std::memory_order_relaxed);
+}
+
+int copyThreads() noexcept {
+  return threadsOfCopies.load(std::memory_order_relaxed);
+}
+
+void copyBytes(void* to, const void* from, size_t bytes) noexcept {
+  const auto parts = std::min(
+      static_cast<size_t>(copyThreads()),
+      std::max<size_t>(bytes / kBytesPerThread, 1));
+  if (parts < 2) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  // Whole pages, so that no two threads fault in the same one.
+  const size_t part = (bytes / parts + kPage - 1) / kPage * kPage;
+  const auto copyPart = [=](size_t begin) noexcept {
+    std::memcpy(
+        static_cast<char*>(to) + begin,
+        static_cast<const char*>(from) + begin,
+        std::min(part, bytes - begin));
+  };
+  std::array<std::thread, kMostThreads> helpers;
+  size_t begin = part;
+  try {
+    for (size_t i = 0; begin < bytes; ++i, begin += part) {
+      helpers[i] = std::thread(copyPart, begin);
+    }
+  } catch (const std::system_error&) {
+    // No more threads to be had: the rest is copied here.
+  }
+  for (copyPart(0); begin < bytes; begin += part) {
+    copyPart(begin);
+  }
+  for (auto& helper : helpers) {
+    if (helper.joinable()) {
+      helper.join();
+    }
+  }
 }
 
 void selectPinDevice(c10::DeviceIndex index) {

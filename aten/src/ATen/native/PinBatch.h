@@ -76,6 +76,16 @@ Refusals pinLeaves(
     size_t count,
     std::vector<c10::Storage>* retired);
 
+// How many threads copy a large tensor of a batch in the pin thread; 1 unless
+// set, for the reason in the documentation of torchpin.set_pin_threads().
+void setCopyThreads(int threads);
+int copyThreads() noexcept;
+
+// memcpy() by copyThreads() threads, where there is enough to copy. The threads
+// live for this call only: a pool would have to survive fork(), and OpenMP's
+// keep their cores busy for a while after they have finished.
+void copyBytes(void* to, const void* from, size_t bytes) noexcept;
+
 // Makes `index` the calling thread's device of the current accelerator, without
 // starting a device that was not started: where no device has a context yet,
 // the choice takes effect with the first pinned byte. Nothing to do for a

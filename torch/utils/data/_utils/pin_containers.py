@@ -74,7 +74,7 @@ _WITHOUT_TENSORS: Final = (
     uuid.UUID,
 )
 _EXACT: Final = frozenset({dict, list, tuple, torch.Tensor})
-_IMMUTABLE: Final = frozenset(
+IMMUTABLE: Final = frozenset(
     {bool, bytearray, bytes, complex, float, int, memoryview, range, str, type(None)}
 )
 
@@ -109,7 +109,7 @@ def register_pin_function(kind: type[_T], function: Callable[..., Any]) -> None:
         raise TypeError(f"register_pin_function expects a class, got {kind!r}")
     if not callable(function):
         raise TypeError(f"register_pin_function expects a function for {kind!r}, got {function!r}")
-    if kind in _EXACT or kind in _IMMUTABLE or kind is object:
+    if kind in _EXACT or kind in IMMUTABLE or kind is object:
         raise ValueError(f"{kind.__qualname__} is pinned as it is and takes no function of its own")
     if _own_method(kind) is not None:
         raise ValueError(
@@ -821,7 +821,7 @@ def _unknown(obj: Any) -> Answer:
 def _path_to_tensor(obj: Any, depth: int) -> str | None:
     """Where in an unknown object a tensor is that could be pinned; looks about, not everywhere."""
     kind = type(obj)
-    if kind in _IMMUTABLE:
+    if kind in IMMUTABLE:
         return None
     if isinstance(obj, torch.Tensor):
         return "" if _C._pin_treatment(obj) != 1 and not obj.is_pinned() else None
