@@ -35,7 +35,7 @@ test-all: ## the whole test suite on every PyTorch of tools/requirements
 	@$(PYTHON) tools/run_tests.py --all --pytest='$(ARGS)'
 
 bench: ## every benchmark of tools/bench, or those named by BENCH
-	@$(PYTHON) tools/make_env.py $(on_base) --with test
+	@$(PYTHON) tools/make_env.py $(on_base) --with test $(if $(BASE),,--with rivals)
 	@for file in tools/bench/bench_*$(BENCH)*.py; do \
 	  echo "== $$file" && $(venv)/bin/python $$file </dev/null || exit 1; done
 

@@ -72,6 +72,8 @@ class Case:
             the CPU, so that the loader is what is measured; many have to be fetched from memory, which
             all ways have in common.
         prefetch: batches that each worker makes ahead.
+        epoch: batches of an epoch, after which the loader is iterated again and starts new workers; 0:
+            one epoch without an end.
         ways: what to measure besides what the command line asks for.
         promised: least ratio to stock that the project promises, by way.
         sweep: ``"bytes"`` or ``"tensors"`` for a point of a cost curve.
@@ -88,6 +90,7 @@ class Case:
     start_method: str = ""
     prefetch: int = 2
     distinct: int = 1
+    epoch: int = 0
     ways: tuple[str, ...] = ()
     promised: Mapping[str, float] = field(default_factory=dict)
     sweep: str = ""
@@ -101,7 +104,7 @@ class Case:
     @property
     def title(self) -> str:
         """The batch and the workers in a few words."""
-        workers = f"{self.workers} worker{'' if self.workers == 1 else 's'}"
+        workers = f"{self.workers or 'no'} worker{'' if self.workers == 1 else 's'}"
         return f"{self.text or self._batch()}, {workers}"
 
     def _batch(self) -> str:
@@ -248,6 +251,18 @@ def project() -> list[Case]:
             text="JPEG decode to 64×3×224×224 float32",
         ),
         latents(promised={"copy": 4.0, "in_place": 6.0}),
+        # What torchpin has to set up must not show where there is next to nothing to load,
+        Case(
+            "epoch",
+            (Field((3, 32, 32), "float32"), _LABEL),
+            8,
+            2,
+            epoch=10,
+            promised={"copy": 0.95, "in_place": 0.95},
+            text="epochs of 10 batches of 8×3×32×32 float32",
+        ),
+        # and without workers there are no slots: stacked into pinned memory.
+        Case("alone", images, 64, 0, text="64×3×224×224 float32"),
     ]
 
 

@@ -203,11 +203,14 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _ways(case: Case, options: argparse.Namespace) -> list[str]:
-    modes = options.mode or (["copy", "in_place"] if options.preset or options.sweep else ["auto"])
-    chosen = {cases.STOCK, *modes, *case.ways, cases.LIMIT}
+    several = (options.preset or options.sweep) and case.workers
+    modes = options.mode or (["copy", "in_place"] if several else ["auto"])
+    chosen = {cases.STOCK, *modes, *case.ways}
+    if not case.epoch:
+        chosen.add(cases.LIMIT)
     if options.unpinned:
         chosen.add(cases.UNPINNED)
-    if options.rivals and case.workers:
+    if options.rivals and case.workers and not case.epoch:
         chosen.update(name for name in cases.RIVALS if importlib.util.find_spec(name))
     return [way for way in cases.WAYS if way in chosen]
 

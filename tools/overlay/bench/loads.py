@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, default_collate
 from torchpin.bench.cases import Case, Field
 
 SAMPLES: Final = 1 << 40
-"""Length of the datasets: a measurement ends by time or by a number of batches, not before."""
+"""Length of the datasets where a case has no epochs: a measurement ends by time or by a number of
+batches, not before."""
 
 _IMAGES: Final = 64
 
@@ -58,7 +59,7 @@ class Resident(Dataset[Any]):
         self.samples: list[Any] = []
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.case.epoch * self.case.batch_size or SAMPLES
 
     def __getitem__(self, index: int) -> Any:
         if not self.samples:

@@ -95,14 +95,17 @@ class _Consumer:
     def __init__(self, batches: Iterator[Any], copy_to: str) -> None:
         self.batches = batches
         self.copy_to = copy_to
+        self.taken = 0
         self.longest_pause = 0.0
 
-    def take(self) -> None:
-        """Takes a batch and drops it at once."""
+    def take(self) -> Any:
+        """Takes a batch, which is to be dropped at once."""
+        self.taken += 1
         batch = next(self.batches)
         if self.copy_to:
             for tensor in _leaves(batch):
                 tensor.to(self.copy_to, non_blocking=True)
+        return batch
 
     def wait_for_copies(self) -> None:
         if self.copy_to:
@@ -140,29 +143,34 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     batches = ways.batches(request["way"], case, request["folder"], accelerator)
     consumer = _Consumer(batches, accelerator if settings["copy"] else "")
 
-    # All that was made ahead while the workers started has to be gone.
-    started = time.perf_counter()
-    least = settings["warmup"] or case.workers * case.prefetch + 2
-    warm = 0.2 * settings["seconds"]
-    count = 0
-    while count < least or time.perf_counter() - started < warm:
-        consumer.take()
-        count += 1
-    leaves = list(_leaves(next(batches)))
+    leaves = list(_leaves(consumer.take()))
     about = {
         "tensors": len(leaves),
         "bytes": sum(leaf.numel() * leaf.element_size() for leaf in leaves),
         "pinned": bool(accelerator) and all(leaf.is_pinned() for leaf in leaves),
     }
     del leaves
+    # All that was made ahead while the workers started has to be gone. What begins an epoch and what
+    # ends it belong together.
+    started = time.perf_counter()
+    epoch = case.epoch or 1
+    least = settings["warmup"] or case.workers * case.prefetch + 2
+    warm = 0.2 * settings["seconds"]
+    while (
+        consumer.taken < least
+        or time.perf_counter() - started < warm
+        or consumer.taken % epoch != 0
+    ):
+        consumer.take()
     consumer.wait_for_copies()
 
-    before = _counts()
+    before, taken = _counts(), consumer.taken
     begin, cpu = time.perf_counter(), time.process_time()
-    count = 0
     while True:
         consumer.take()
-        count += 1
+        count = consumer.taken - taken
+        if count % epoch != 0:
+            continue
         if settings["batches"]:
             if count >= settings["batches"]:
                 break

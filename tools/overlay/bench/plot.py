@@ -27,28 +27,60 @@ _COLORS: Final = {
 _AXES: Final = {"bytes": "bytes in a batch", "tensors": "tensors in a batch"}
 
 
-def _bars(axes: Any, results: Sequence[CaseResult]) -> None:
-    place = 0.0
-    ticks, labels, shown = [], [], set()
-    for result in results:
-        first = place
-        for name, way in result.ways.items():
-            ratio = result.ratio(name, cases.STOCK)
-            if ratio is None or not way or name == cases.LIMIT:
-                continue
-            label = None if name in shown else NAMES[name]
-            shown.add(name)
-            axes.barh(place, ratio, color=_COLORS[name], label=label)
-            axes.text(ratio, place, f" {figure(way.rate)}", va="center", fontsize=8)
-            place += 1
-        ticks.append((first + place - 1) / 2)
-        labels.append("\n".join(result.case.title.rsplit(", ", 1)))
-        place += 0.8
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("batches per second, stock PyTorch = 1 (figures: batches per second)")
-    axes.legend(fontsize=8)
+def _bars(axes: Any, result: CaseResult) -> None:
+    """One case: a bar from stock PyTorch to each way, on a logarithmic axis."""
+    labels: list[str] = []
+    for name, way in result.ways.items():
+        ratio = result.ratio(name, cases.STOCK)
+        if ratio is None:
+            continue
+        row = len(labels)
+        labels.append(NAMES[name])
+        limit = name == cases.LIMIT
+        axes.plot([1, ratio], [row, row], color=_COLORS[name], linewidth=1 if limit else 5)
+        axes.plot(ratio, row, "D" if limit else "o", color=_COLORS[name], markersize=6)
+        if name in result.case.promised:
+            axes.plot(result.case.promised[name], row, "|", color="black", markersize=11)
+        text = f"{figure(ratio)}×  ({figure(way.rate)}/s)"
+        axes.annotate(
+            text, (max(ratio, 1), row), (8, 0), "data", "offset points", va="center", size=8
+        )
+    axes.axvline(1, color=_COLORS[cases.STOCK], linewidth=0.8)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_title(result.case.title, fontsize=9, loc="left", fontweight="bold")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(True, axis="x", which="major", alpha=0.3)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _all_bars(drawing: Any, results: Sequence[CaseResult]) -> None:
+    """All cases on axes of the same length, two in a row where there are several."""
+    columns = 1 if len(results) == 1 else 2
+    rows = -(-len(results) // columns)
+    ratios = [
+        ratio
+        for result in results
+        for name in result.ways
+        if (ratio := result.ratio(name, cases.STOCK)) is not None
+    ]
+    # Room for the figures behind the longest bar.
+    limits = 0.7 * min([*ratios, 0.5]), 8 * max([*ratios, 2.0])
+    panels = iter(drawing.subplots(rows, columns, squeeze=False, sharex=True).flat)
+    for result, axes in zip(results, panels, strict=False):
+        axes.set_xscale("log")
+        axes.set_xlim(*limits)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axes.tick_params(labelbottom=True)
+        _bars(axes, result)
+    for axes in panels:
+        axes.set_visible(False)
+    drawing.suptitle(
+        "Batches per second as a multiple of stock PyTorch's, and per second; "
+        "| is what the project promises",
+        fontsize=9,
+    )
 
 
 def _curves(axes: Any, results: Sequence[CaseResult], sweep: str) -> None:
@@ -99,19 +131,22 @@ def draw(path: pathlib.Path, results: Sequence[CaseResult], about: str) -> None:
         for axis in _AXES
         if (points := [result for result in results if result.case.sweep == axis])
     }
-    panels = bool(plain) + len(sweeps)
-    bars = sum(len(result.ways) for result in plain)
-    height = max(4.5 if sweeps else 2.5, 0.28 * bars + 1.2)
+    columns = 1 if len(plain) == 1 else 2
+    lines = max((len(result.ways) for result in plain), default=0)
+    bars_height = 0.9 + -(-len(plain) // columns) * (0.23 * lines + 0.6) if plain else 0.0
+    size = max(6.5 * columns, 6.5 * len(sweeps)), bars_height + 4.5 * bool(sweeps)
     # Text stays text and nothing depends on the time, so that two versions can be compared.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchpin"}):
-        drawing = Figure(figsize=(7.0 * panels, height), layout="constrained")
+        drawing = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawing)
-        row = drawing.subplots(1, panels, squeeze=False)[0]
-        panel = iter(row)
+        heights = [height for height in (bars_height, 4.5 * bool(sweeps)) if height]
+        parts = iter(drawing.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)
         if plain:
-            _bars(next(panel), plain)
-        for axis, points in sweeps.items():
-            _curves(next(panel), points, axis)
+            _all_bars(next(parts), plain)
+        if sweeps:
+            row = next(parts).subplots(1, len(sweeps), squeeze=False)[0]
+            for axes, (axis, points) in zip(row, sweeps.items(), strict=True):
+                _curves(axes, points, axis)
         drawing.supxlabel(about, fontsize=7)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         drawing.savefig(path, metadata=metadata)

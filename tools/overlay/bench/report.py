@@ -135,7 +135,8 @@ def markdown(results: Sequence[CaseResult], about: Sequence[str]) -> str:
         lines.append("|---" * (len(HEAD) + 1) + "|")
         for name, cells in rows(result):
             lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
+        lines += ["", *(f"- {note}" for note in result.notes())]
+        lines += [""] * bool(result.notes())
     return "\n".join(lines)
 
 

@@ -92,6 +92,8 @@ class WayResult:
         if name not in cases.MODES or name == "off":
             return "pinned"
         batches, in_place = self.counted("batches"), self.counted("in_place")
+        if not batches and not self.counted("stock_batches"):
+            return "pinned"  # without workers nothing travels
         if 2 * batches < sum(one["batches"] for one in self.measurements):
             return "stock way"
         return "in place" if 2 * in_place > batches else "copied"

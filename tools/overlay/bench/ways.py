@@ -23,16 +23,20 @@ def _loader(case: Case, dataset: Any, accelerator: str, pin_memory: bool = True)
         "prefetch_factor": case.prefetch,
         "multiprocessing_context": case.start_method or None,
     }
-    return iter(
-        DataLoader(
-            dataset,
-            batch_size=case.batch_size,
-            num_workers=case.workers,
-            collate_fn=loads.collate_of(case),
-            pin_memory=pin_memory,
-            **(several if case.workers else {}),
-        )
+    loader = DataLoader(
+        dataset,
+        batch_size=case.batch_size,
+        num_workers=case.workers,
+        collate_fn=loads.collate_of(case),
+        pin_memory=pin_memory,
+        **(several if case.workers else {}),
     )
+    return _epochs(loader) if case.epoch else iter(loader)
+
+
+def _epochs(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
 
 
 def _unpinned(case: Case, dataset: Any, accelerator: str) -> Iterator[Any]:
