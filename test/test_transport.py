@@ -667,6 +667,28 @@ class ModeTest(TestCase):
             self.assertIsNone(self._mode_used(DataLoader(Images(4), pin_memory=True)))
 
 
+# ---- without workers
+
+
+def test_without_workers_batches_are_stacked_into_pinned_memory_and_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stacked: list[int] = []
+    stack = torch.stack
+
+    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
+        result = stack(*arguments, **options)
+        stacked.append(result.data_ptr())
+        return result
+
+    monkeypatch.setattr(torch, "stack", noting)
+    got = [images for images, _ in DataLoader(Images(16), batch_size=4, pin_memory=True)]
+    assert [images.data_ptr() for images in got] == stacked
+    assert all(images.is_pinned() for images in got)
+    for number, images in enumerate(got):
+        check_images([images, torch.arange(4 * number, 4 * number + 4)])
+
+
 # ---- limits that stock runs into
 
 SMALL_SHM = """
