@@ -21,6 +21,7 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+import torchpin
 from common_pin import ACCELERATOR, BASE, HERE, run_script
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing._internal.common_utils import (
@@ -1119,6 +1120,32 @@ REFUSALS = """
         raise AssertionError("no error")
     print("done")
 """
+
+
+class TestCopyThreads(TestCase):
+    def test_large_tensors_come_out_equal(self) -> None:
+        batch = [torch.randn(size) for size in (1 << 20, (3 << 20) + 7, 16)]
+        try:
+            for threads in (2, 3, 16, 1):
+                torchpin.set_pin_threads(threads)
+                found: list[Any] = []
+
+                def pin_in_thread() -> None:
+                    torch.set_num_threads(1)
+                    found.extend(pin_memory(batch))  # noqa: B023
+
+                thread = threading.Thread(target=pin_in_thread)
+                thread.start()
+                thread.join()
+                self.assertEqual(found, batch)
+                self.assertTrue(all(tensor.is_pinned() for tensor in found))
+        finally:
+            torchpin.set_pin_threads(1)
+
+    def test_refuses_other_numbers(self) -> None:
+        for threads in (0, -1, 17):
+            with self.assertRaisesRegex(ValueError, f"from 1 to 16, got {threads}"):
+                torchpin.set_pin_threads(threads)
 
 
 class TestRefusals(TestCase):

@@ -135,8 +135,10 @@ at::Tensor plainTensor(
 }
 
 // The tensor `source` over other memory: everything it is except its data.
-at::Tensor
-over(const c10::TensorImpl& source, c10::Storage storage, size_t offsetInBytes) {
+at::Tensor over(
+    const c10::TensorImpl& source,
+    c10::Storage storage,
+    size_t offsetInBytes) {
   if (isPlain(source)) {
     auto result = plainTensor(
         std::move(storage),
@@ -521,10 +523,8 @@ Treatment treatmentOf(const at::Tensor& tensor) {
   return Treatment::Special;
 }
 
-Refusals pinLeaves(
-    Leaf* leaves,
-    size_t count,
-    std::vector<c10::Storage>* retired) {
+Refusals
+pinLeaves(Leaf* leaves, size_t count, std::vector<c10::Storage>* retired) {
   Refusals refusals;
   if (count == 0) {
     return refusals;

@@ -71,10 +71,8 @@ Treatment treatmentOf(const at::Tensor& tensor);
 //
 // Never throws for a leaf that cannot be pinned; what the initialisation of
 // the accelerator throws comes through.
-Refusals pinLeaves(
-    Leaf* leaves,
-    size_t count,
-    std::vector<c10::Storage>* retired);
+Refusals
+pinLeaves(Leaf* leaves, size_t count, std::vector<c10::Storage>* retired);
 
 // How many threads copy a large tensor of a batch in the pin thread; 1 unless
 // set, for the reason in the documentation of torchpin.set_pin_threads().
