@@ -28,9 +28,9 @@ enum class Outcome : uint8_t {
 struct Leaf {
   explicit Leaf(c10::TensorImpl* source) : source(source) {}
 
-  // The caller keeps it alive. Not counted here: on newer releases (2.11, not 2.9) a second owner of
-  // a tensor that Python has seen costs a look at the interpreter, and the
-  // caller owns the Python object anyway.
+  // The caller keeps it alive. Not counted here: on newer releases (2.11,
+  // not 2.9) a second owner of a tensor that Python has seen costs a look at
+  // the interpreter, and the caller owns the Python object anyway.
   c10::TensorImpl* source;
   at::Tensor pinned;
   Outcome outcome = Outcome::Unvisited;
