@@ -574,8 +574,9 @@ def test_workers_killed_from_outside_leave_whole_batches(mode: str) -> None:
         iterator = iter(loader_of(Images(4000, 16), mode, batch_size=4, num_workers=2))
         victim = iterator._workers[attempt % 2].pid
         timer = threading.Timer(0.005 * attempt, os.kill, (victim, signal.SIGKILL))
-        timer.start()
         with pytest.raises(RuntimeError, match="DataLoader worker"):
+            # The error comes by a signal, perhaps before the timer is known to run.
+            timer.start()
             for batch in iterator:
                 check_images(batch)
         timer.join()
