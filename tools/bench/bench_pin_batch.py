@@ -3,9 +3,10 @@
 Each row times ``pin_memory(batch)`` as the DataLoader calls it, stock (after ``torchpin.disable()``)
 and with torchpin in turn, and prints the better half of several rounds; where stock takes seconds, one
 call of it and the median of several of ours. Then a batch of 64x3x224x224 float32, pinned by a thread
-of its own with one copy thread and with two. The last row is the longest pause of a main thread that only reads a clock while a second thread takes batches of 400 MiB from a
-DataLoader with one worker: the time that somebody else held the interpreter lock. PyTorch 2.5 or
-newer with the reference accelerator or CUDA.
+of its own with one copy thread and with two. The last row is the longest pause of a main thread that
+only reads a clock while a second thread takes batches of 400 MiB from a DataLoader with one worker: the
+time that somebody else held the interpreter lock. PyTorch 2.5 or newer with the reference accelerator
+or CUDA.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ def pin(batch: Any) -> Any:
 
 def compare(row: Row, rounds: int) -> tuple[float, float]:
     """Seconds of one call, stock and torchpin."""
-    times: dict[bool, list[float]] = {False: [], True: []}
     if row.too_slow_for_stock:
         torchpin.disable()
         stock = seconds(lambda: pin(row.batch), 1)
         torchpin.enable()
         ours = sorted(seconds(lambda: pin(row.batch), 1) for _ in range(rounds))
         return stock, ours[rounds // 2]
+    times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for enabled in (False, True):
             torchpin.enable() if enabled else torchpin.disable()

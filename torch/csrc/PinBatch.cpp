@@ -1,5 +1,4 @@
 #include <ATen/native/PinBatch.h>
-#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -162,8 +161,7 @@ class Walk {
     }
     if (!leaves_.empty()) {
       py::gil_scoped_release noGil;
-      refusals_ = at::pin::pinLeaves(
-          leaves_.data(), leaves_.size(), retire ? &retired_ : nullptr);
+      refusals_ = at::pin::pinLeaves(leaves_, retire ? &retired_ : nullptr);
     }
     tensors_.resize(leaves_.size());
     rebuild();

@@ -85,10 +85,6 @@ struct Message {
   uint32_t stock_tensors = 0;
 };
 
-void copyBytes(void* to, const void* from, size_t bytes) {
-  std::memcpy(to, from, bytes);
-}
-
 at::Tensor tensorOver(
     c10::Storage storage,
     c10::ScalarType type,
@@ -297,7 +293,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
     words.copy(text, words.size());
     body.copy(text + words.size(), body.size());
     for (const auto& copy : copies_) {
-      copyBytes(copy.to, copy.from, copy.bytes);
+      std::memcpy(copy.to, copy.from, copy.bytes);
     }
     hint_ = claim_.mark();
     message_.ticket = claim_.commit();
@@ -758,7 +754,7 @@ void copyArrays(std::vector<Received>& received, const py::object& make) {
   py::gil_scoped_release noGil;
   for (const auto& object : received) {
     if (object.kind == Kind::Array) {
-      copyBytes(object.to, object.from, object.bytes);
+      std::memcpy(object.to, object.from, object.bytes);
     }
   }
 }
@@ -804,10 +800,6 @@ bool isDroppedByWorker(
     at::pin::PinnedSlots& pinned,
     const SlotTicket& ticket) {
   using Clock = std::chrono::steady_clock;
-  if (!slots.held_by_others(ticket.slot)) {
-    pinned.kept_in_a_row = 0;
-    return true;
-  }
   const auto begin = Clock::now();
   auto patience = kPatience;
   if (pinned.kept_in_a_row < kKeptInARow) {

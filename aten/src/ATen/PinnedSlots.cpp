@@ -6,6 +6,7 @@
 #include <ATen/PinTarget.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Event.h>
+#include <c10/core/SizeClass.h>
 #include <c10/util/Exception.h>
 
 #if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
@@ -88,9 +89,9 @@ class Slots final : public PinnedSlots,
     }
     // One range for each slot: some drivers refuse a copy that crosses from
     // one registered range into another. A slot that grew may grow again.
-    const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-    const uint64_t extent = locked == 0 ? (bytes + page - 1) / page * page
-                                        : slots_->resident_bytes(slot);
+    const uint64_t extent = locked == 0
+                                ? c10::size_class::round_up_to_page(bytes)
+                                : slots_->resident_bytes(slot);
     unlock(slot);
     try {
       registerHostMemory(slots_->slot_data(slot), extent);

@@ -55,10 +55,14 @@ def _bars(axes: Any, result: CaseResult) -> None:
         axes.spines[side].set_visible(False)
 
 
+def _grid(results: Sequence[CaseResult]) -> tuple[int, int]:
+    """Rows and columns of the panels of these cases."""
+    columns = 1 if len(results) == 1 else 2
+    return -(-len(results) // columns), columns
+
+
 def _all_bars(drawing: Any, results: Sequence[CaseResult]) -> None:
     """All cases on axes of the same length, two in a row where there are several."""
-    columns = 1 if len(results) == 1 else 2
-    rows = -(-len(results) // columns)
     ratios = [
         ratio
         for result in results
@@ -67,7 +71,7 @@ def _all_bars(drawing: Any, results: Sequence[CaseResult]) -> None:
     ]
     # Room for the figures behind the longest bar.
     limits = 0.7 * min([*ratios, 0.5]), 8 * max([*ratios, 2.0])
-    panels = iter(drawing.subplots(rows, columns, squeeze=False, sharex=True).flat)
+    panels = iter(drawing.subplots(*_grid(results), squeeze=False, sharex=True).flat)
     for result, axes in zip(results, panels, strict=False):
         axes.set_xscale("log")
         axes.set_xlim(*limits)
@@ -131,15 +135,16 @@ def draw(path: pathlib.Path, results: Sequence[CaseResult], about: str) -> None:
         for axis in _AXES
         if (points := [result for result in results if result.case.sweep == axis])
     }
-    columns = 1 if len(plain) == 1 else 2
+    rows, columns = _grid(plain)
     lines = max((len(result.ways) for result in plain), default=0)
-    bars_height = 0.9 + -(-len(plain) // columns) * (0.23 * lines + 0.6) if plain else 0.0
-    size = max(6.5 * columns, 6.5 * len(sweeps)), bars_height + 4.5 * bool(sweeps)
+    bars_height = 0.9 + rows * (0.23 * lines + 0.6) if plain else 0.0
+    curves_height = 4.5 if sweeps else 0.0
+    size = 6.5 * max(columns, len(sweeps)), bars_height + curves_height
     # Text stays text and nothing depends on the time, so that two versions can be compared.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchpin"}):
         drawing = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawing)
-        heights = [height for height in (bars_height, 4.5 * bool(sweeps)) if height]
+        heights = [height for height in (bars_height, curves_height) if height]
         parts = iter(drawing.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)
         if plain:
             _all_bars(next(parts), plain)

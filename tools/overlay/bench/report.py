@@ -135,8 +135,9 @@ def markdown(results: Sequence[CaseResult], about: Sequence[str]) -> str:
         lines.append("|---" * (len(HEAD) + 1) + "|")
         for name, cells in rows(result):
             lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines += ["", *(f"- {note}" for note in result.notes())]
-        lines += [""] * bool(result.notes())
+        lines.append("")
+        if notes := result.notes():
+            lines += [*(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/SizeClass.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
@@ -42,7 +43,7 @@ constexpr size_t kWidestElement = 16;
 // element by element: the rest of it belongs to somebody else.
 constexpr size_t kSparseSpan = 4;
 
-constexpr uintptr_t kPage = 4096;
+using c10::size_class::kPage;
 
 // Worth the threads of the calling thread's operators.
 constexpr size_t kParallelBytes = size_t{1} << 20;
@@ -170,20 +171,15 @@ at::Tensor over(
 class BatchPinner {
  public:
   BatchPinner(
-      Leaf* leaves,
-      size_t count,
+      c10::SmallVectorImpl<Leaf>& leaves,
       std::vector<c10::Storage>* retired,
       Refusals& refusals)
-      : leaves_(leaves),
-        count_(count),
-        retired_(retired),
-        refusals_(refusals) {}
+      : leaves_(leaves), retired_(retired), refusals_(refusals) {}
 
   void run() {
     target_ = pinTarget(Initialize::Yes);
     if (!target_.ready()) {
-      for (size_t i = 0; i < count_; ++i) {
-        auto& leaf = leaves_[i];
+      for (auto& leaf : leaves_) {
         refuse(leaf, extentOf(*leaf.source).size(), target_.reason);
       }
       return;
@@ -192,10 +188,9 @@ class BatchPinner {
       selectWantedDevice();
     }
     if (retired_ != nullptr) {
-      retired_->reserve(retired_->size() + count_);
+      retired_->reserve(retired_->size() + leaves_.size());
     }
-    for (size_t i = 0; i < count_; ++i) {
-      auto& leaf = leaves_[i];
+    for (auto& leaf : leaves_) {
       const auto& storage = leaf.source->unsafe_storage();
       // A storage with one owner cannot have a second view in this batch.
       if (storage.use_count() > 1) {
@@ -474,8 +469,7 @@ class BatchPinner {
     guard.setDevice(c10::Device(*target_.accelerator, index));
   }
 
-  Leaf* const leaves_;
-  const size_t count_;
+  c10::SmallVectorImpl<Leaf>& leaves_;
   std::vector<c10::Storage>* retired_;
   Refusals& refusals_;
   PinTarget target_;
@@ -523,13 +517,14 @@ Treatment treatmentOf(const at::Tensor& tensor) {
   return Treatment::Special;
 }
 
-Refusals
-pinLeaves(Leaf* leaves, size_t count, std::vector<c10::Storage>* retired) {
+Refusals pinLeaves(
+    c10::SmallVectorImpl<Leaf>& leaves,
+    std::vector<c10::Storage>* retired) {
   Refusals refusals;
-  if (count == 0) {
+  if (leaves.empty()) {
     return refusals;
   }
-  BatchPinner(leaves, count, retired, refusals).run();
+  BatchPinner(leaves, retired, refusals).run();
   if (refusals.leaves > 0) {
     refusals.held = hostMemoryHeld();
   }
@@ -559,7 +554,7 @@ void copyBytes(void* to, const void* from, size_t bytes) noexcept {
     return;
   }
   // Whole pages, so that no two threads fault in the same one.
-  const size_t part = (bytes / parts + kPage - 1) / kPage * kPage;
+  const size_t part = c10::size_class::round_up_to_page(bytes / parts);
   const auto copyPart = [=](size_t begin) noexcept {
     std::memcpy(
         static_cast<char*>(to) + begin,

@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -60,7 +61,7 @@ enum class Treatment : uint8_t {
 
 Treatment treatmentOf(const at::Tensor& tensor);
 
-// Gives each of `count` leaves an outcome. All must be Treatment::Bytes.
+// Gives every leaf an outcome. All leaves must be Treatment::Bytes.
 //
 // Tensors keep sizes, strides, dtype, conjugate and negative bits, names,
 // quantizer and requires_grad. Leaves that share a storage share one pinned
@@ -71,8 +72,9 @@ Treatment treatmentOf(const at::Tensor& tensor);
 //
 // Never throws for a leaf that cannot be pinned; what the initialisation of
 // the accelerator throws comes through.
-Refusals
-pinLeaves(Leaf* leaves, size_t count, std::vector<c10::Storage>* retired);
+Refusals pinLeaves(
+    c10::SmallVectorImpl<Leaf>& leaves,
+    std::vector<c10::Storage>* retired);
 
 // How many threads copy a large tensor of a batch in the pin thread; 1 unless
 // set, for the reason in the documentation of torchpin.set_pin_threads().
