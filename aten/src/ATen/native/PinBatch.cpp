@@ -43,8 +43,6 @@ constexpr size_t kWidestElement = 16;
 // element by element: the rest of it belongs to somebody else.
 constexpr size_t kSparseSpan = 4;
 
-using c10::size_class::kPage;
-
 // Worth the threads of the calling thread's operators.
 constexpr size_t kParallelBytes = size_t{1} << 20;
 
@@ -221,27 +219,11 @@ class BatchPinner {
             reclaim_copy(leaf.source));
   }
 
-  bool isPinnedAlready(const Leaf& leaf) {
+  bool isPinnedAlready(const Leaf& leaf) const {
     if (target_.ownKernels) {
       return tensorOf(leaf).is_pinned();
     }
-    const auto& storage = *leaf.source->unsafe_storage().unsafeGetStorageImpl();
-    // Accelerators lock whole pages, and their answer costs as much as the rest
-    // of a small tensor. So what lies in the page of the one before is asked
-    // about of our own registry only, which knows parts of pages.
-    const auto begin = reinterpret_cast<uintptr_t>(storage.data());
-    const uintptr_t page = begin / kPage;
-    const bool inOnePage =
-        storage.nbytes() > 0 && (begin + storage.nbytes() - 1) / kPage == page;
-    if (inOnePage && page == unpinnedPage_) {
-      return HostMemoryRegistry::instance().covers(
-          storage.data(), storage.nbytes());
-    }
-    const bool pinned = isPinned(storage);
-    if (inOnePage && !pinned) {
-      unpinnedPage_ = page;
-    }
-    return pinned;
+    return isPinned(*leaf.source->unsafe_storage().unsafeGetStorageImpl());
   }
 
   void refuse(Leaf& leaf, size_t asked, const std::string& reason) {
@@ -474,7 +456,6 @@ class BatchPinner {
   Refusals& refusals_;
   PinTarget target_;
   bool emptied_ = false;
-  uintptr_t unpinnedPage_ = 0;
   ska::flat_hash_map<c10::StorageImpl*, std::vector<Leaf*>> groups_;
   std::vector<c10::StorageImpl*> order_;
 };
