@@ -19,6 +19,9 @@ SOURCE = ROOT / "test/cpp/host_memory_test.cpp"
 SOURCES = [SOURCE, ROOT / "aten/src/ATen/HostMemoryRegistry.cpp"]
 CASES = re.findall(r"^    \{\"(\w+)\",", SOURCE.read_text(), re.MULTILINE)
 FAILING = ["careless_reuse"]
+# The first fails on purpose, the second maps more than its shadow memory is good for, and the third
+# forks while a thread allocates, see there.
+NOT_FOR_ASAN = [*FAILING, "waste_of_one_block", "registry_fork_while_a_thread_works"]
 
 
 def build(target: Path, *flags: str) -> Path:
@@ -74,7 +77,7 @@ def test_the_copies_notice_memory_that_is_reused_too_early(program: Path) -> Non
         "threads_and_delayed_copies",
         "fork_while_threads_work",
         "registry_threads",
-        "registry_after_fork",
+        "registry_fork_while_a_thread_works",
     ],
 )
 def test_no_data_race_under_thread_sanitizer(program_tsan: Path, case: str) -> None:
@@ -87,7 +90,7 @@ def test_no_memory_error_under_address_and_undefined_sanitizers(tmp_path: Path) 
     # Fixtures leave with blocks still live, which is what a program does at its end.
     program = build(tmp_path / "host_memory_asan", "-O1", "-fsanitize=address,undefined")
     for case in CASES:
-        if case not in FAILING and case != "waste_of_one_block":
+        if case not in NOT_FOR_ASAN:
             result = subprocess.run(
                 [str(program), case],
                 capture_output=True,

@@ -1213,7 +1213,37 @@ void unlock_that_throws() {
   CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
 }
 
+// In a child of a process in which `bytes` at 64 are registered.
+void check_registry_of_child(
+    at::pin::HostMemoryRegistry& registry,
+    size_t bytes) {
+  CHECK(!registry.covers(at(64), 1));
+  CHECK(!registry.unregister_range(at(64), bytes));
+  CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
+  FakeDriver own;
+  registry.register_range(own.locker(), at(64), bytes);
+  CHECK(registry.covers(at(64), bytes));
+  CHECK(registry.unregister_range(at(64), bytes) && own.locked.empty());
+}
+
 void registry_after_fork() {
+  FakeDriver driver;
+  at::pin::HostMemoryRegistry registry;
+  registry.register_range(driver.locker(), at(64), 40000);
+  const pid_t child = fork();
+  if (child == 0) {
+    check_registry_of_child(registry, 40000);
+    _exit(0);
+  }
+  CHECK(exit_status(child) == 0);
+  CHECK(registry.covers(at(64), 40000));
+  CHECK(registry.unregister_range(at(64), 40000) && driver.locked.empty());
+}
+
+// The child allocates. The allocators of glibc and ThreadSanitizer see to it
+// that their locks are free in a child; that of AddressSanitizer does not, and
+// one may be held for ever by the thread that the child has not got.
+void registry_fork_while_a_thread_works() {
   FakeDriver driver;
   const auto locker = driver.locker();
   at::pin::HostMemoryRegistry registry;
@@ -1228,14 +1258,8 @@ void registry_after_fork() {
   for (int i = 0; i < 40; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);
-      CHECK(!registry.covers(at(64), 1));
-      CHECK(!registry.unregister_range(at(64), 40000));
-      CHECK(registry.totals() == std::make_pair(size_t{0}, size_t{0}));
-      FakeDriver own;
-      registry.register_range(own.locker(), at(64), 40000);
-      CHECK(registry.covers(at(64), 40000));
-      CHECK(registry.unregister_range(at(64), 40000) && own.locked.empty());
+      alarm(20); // a held lock must not hang the test
+      check_registry_of_child(registry, 40000);
       _exit(0);
     }
     CHECK(exit_status(child) == 0);
@@ -1326,6 +1350,7 @@ const std::map<std::string, void (*)()> cases = {
     {"a_driver_that_takes_any_range", a_driver_that_takes_any_range},
     {"unlock_that_throws", unlock_that_throws},
     {"registry_after_fork", registry_after_fork},
+    {"registry_fork_while_a_thread_works", registry_fork_while_a_thread_works},
     {"registry_threads", registry_threads},
 };
 
