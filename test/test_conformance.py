@@ -6,6 +6,7 @@ at what it reports: which tests failed, and which hook they name.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from typing import Any
 
-from common_pin import BASE, environment, run_process
+from common_pin import BASE, environment, run_process, run_script
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torchpin.conformance.fresh import run_fresh, step
 from torchpin.conformance.requirement import Hook, Nonconformance, require
@@ -231,6 +232,35 @@ class TestDiagnosis(TestCase):
     def test_module_that_cannot_be_imported(self) -> None:
         arguments = ("--accelerator", "refdev", "--import", "no_such_backend")
         self._check(*arguments, seen="No module named 'no_such_backend'", hook=Hook.START)
+
+
+class TestDepths(TestCase):
+    """Which depths a backend claims goes by the type of an error, not by its words."""
+
+    def _not_offered(self, broken: str, before: str = "") -> dict[str, str]:
+        done = run_script(
+            f"""
+            import json, torch, torch_refdev
+            from torchpin.conformance import diagnosis
+            {before}
+            print(json.dumps(diagnosis._not_offered()))
+            """,
+            broken=broken,
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+    def test_all_are_offered(self) -> None:
+        self.assertEqual(self._not_offered(""), {})
+
+    def test_refusing_driver_offers_what_it_refuses(self) -> None:
+        self.assertEqual(self._not_offered("", "torch_refdev.set_locked_limit(0)"), {})
+
+    def test_neither_is_offered(self) -> None:
+        found = self._not_offered("no_allocator,no_host_allocator")
+        self.assertEqual(sorted(found), ["2", "3"])
+        self.assertIn("HostMemoryCache", found["2"])
+        self.assertIn("HostMemoryHooks", found["3"])
 
 
 class TestReporting(TestCase):

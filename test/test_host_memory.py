@@ -10,7 +10,11 @@ import gc
 import mmap
 import multiprocessing
 import os
+import signal
+import textwrap
 import unittest
+import weakref
+from unittest import mock
 
 import numpy as np
 import torch
@@ -130,8 +134,29 @@ class CapTest(TestCase):
 
     @unittest.skipIf(ON_REFDEV, "the allocator of refdev can be capped")
     def test_no_cap(self) -> None:
-        with self.assertRaisesRegex(RuntimeError, "has no cap"):
+        with self.assertRaisesRegex(NotImplementedError, "A cap of 1048576 bytes .* has no cap"):
             torchpin.max_host_memory(MIB)
+
+    def test_allocator_that_has_no_cap(self) -> None:
+        done = run_script(
+            """
+            import torch, torch_refdev, torchpin
+            for arguments in ((1 << 20,), (None,), ()):
+                try:
+                    torchpin.max_host_memory(*arguments)
+                except NotImplementedError as error:
+                    print(str(error).partition(" was asked for, but ")[0], "HostMemoryCache" in str(error))
+            """,
+            broken="null_allocator,no_host_allocator",
+        )
+        self.assertExpectedInline(
+            done.stdout,
+            """\
+A cap of 1048576 bytes on page-locked host memory True
+No cap on page-locked host memory True
+The cap on page-locked host memory True
+""",
+        )
 
     def test_environment(self) -> None:
         run_script(
@@ -346,6 +371,91 @@ class RegisterTest(TestCase):
                 tensor.fill_(7)
             self.assertEqual(there.cpu(), torch.full((1000,), 7.0))
 
+    def test_copies_in_flight_are_waited_for(self) -> None:
+        """Memory may be written to, or used for something else, once it is not registered any more."""
+        numbers = 4 * MIB  # mapped by itself: freed memory is gone, and an address comes again
+        if ON_REFDEV:
+            torch_refdev.set_copy_delay(0.02)
+        try:
+            for way in ("unregister", "by data", "freed", "replaced", "array"):
+                tensor = torch.full((numbers,), 3.0)
+                data = tensor.numpy() if way == "array" else tensor
+                registration = torchpin.register_host_memory(data)
+                there = torch.empty(numbers, device=ACCELERATOR)
+                for _ in range(3):
+                    there.copy_(tensor, non_blocking=True)
+                if way in ("unregister", "array"):
+                    registration.unregister()
+                elif way == "by data":
+                    torchpin.unregister_host_memory(data)
+                elif way == "replaced":
+                    tensor.resize_(2 * numbers)
+                elif way == "freed":
+                    del tensor, data
+                    tensor = data = torch.empty(numbers)
+                tensor.fill_(-1.0)
+                self.assertEqual(there.cpu(), torch.full((numbers,), 3.0), msg=way)
+                del tensor, data, registration
+
+            back = torch.zeros(numbers)
+            registration = torchpin.register_host_memory(back)
+            back.copy_(there, non_blocking=True)
+            registration.unregister()
+            self.assertEqual(back, torch.full((numbers,), 3.0))
+        finally:
+            if ON_REFDEV:
+                torch_refdev.set_copy_delay(0)
+        self.assert_nothing_left()
+
+    def test_cuda_is_waited_for_unless_a_graph_is_captured(self) -> None:
+        # What is asked of CUDA, without a GPU: to wait is an error while a graph is captured.
+        from torchpin import host_memory
+
+        calls: list[str] = []
+        capturing = False
+
+        def answer(name: str, value: object = None) -> mock.Mock:
+            return mock.Mock(side_effect=lambda *args: calls.append(f"{name}{args}") or value)
+
+        cudart = mock.Mock(cudaHostUnregister=answer("cudaHostUnregister", 0))
+        with (
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing),
+            mock.patch.object(torch.cuda, "device_count", lambda: 3),
+            mock.patch.object(torch.cuda, "synchronize", answer("synchronize")),
+            mock.patch.object(torch.cuda, "cudart", lambda: cudart),
+            mock.patch.object(
+                torch._C, "_cuda_hasPrimaryContext", lambda device: device != 1, create=True
+            ),
+        ):
+            host_memory._cuda_unregister(4096, 8192)
+            waited = ["synchronize(0,)", "synchronize(2,)"]
+            self.assertEqual(calls, [*waited, "cudaHostUnregister(4096,)"])
+            calls.clear()
+            capturing = True
+            host_memory._cuda_unregister(4096, 8192)
+            self.assertEqual(calls, ["cudaHostUnregister(4096,)"])
+
+    def test_registration_is_an_object(self) -> None:
+        tensor = torch.zeros(1000)
+        registration = torchpin.register_host_memory(tensor)
+        self.assertIsInstance(registration, torchpin.HostMemoryRegistration)
+        self.assertEqual(registration.nbytes, 4000)
+        self.assertEqual(repr(registration), "<HostMemoryRegistration of 4000 bytes>")
+        with registration as same:
+            self.assertIs(same, tensor)
+        self.assertEqual(repr(registration), "<HostMemoryRegistration of 4000 bytes, undone>")
+        storage = tensor.untyped_storage()
+        with torchpin.register_host_memory(storage) as same:
+            self.assertIs(same, storage)
+            self.assertTrue(tensor.is_pinned())
+        # It keeps nothing alive, also in a circle with what it stands for.
+        tensor.registration = torchpin.register_host_memory(tensor)
+        gone = weakref.ref(tensor)
+        del tensor, storage, same
+        gc.collect()
+        self.assertIsNone(gone())
+        self.assert_nothing_left()
+
     def test_forked_child(self) -> None:
         tensor = torch.zeros(100_000)
         registration = torchpin.register_host_memory(tensor)
@@ -517,23 +627,68 @@ assert torch.ones(100_000).pin_memory().data_ptr() == address
 
 
 class StandInTest(TestCase):
+    EMPTY = """
+    import torch, torch_refdev
+    torch.ones(3).to("refdev")
+    if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+        torch._C._accelerator_emptyHostCache()
+        torch.accelerator.empty_host_cache()
+    print("alive")
+    """
+
     def test_empty_host_cache_of_any_backend(self) -> None:
-        # Stock PyTorch 2.12 to 2.14 ends with a segmentation fault here.
         ways = ["", "null_allocator", "no_hooks", "no_allocator", "plain_allocator"]
         for broken in [*ways, "python_hooks"] if BASE >= (2, 10) else ways:
-            run_script(
-                """
-                import torch, torch_refdev, torchpin
-                torch.ones(3).to("refdev")
-                if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
-                    torch._C._accelerator_emptyHostCache()
-                    torch.accelerator.empty_host_cache()
+            for allocator in ("", ",no_host_allocator"):
+                done = run_script(
+                    textwrap.dedent(self.EMPTY)
+                    + textwrap.dedent(
+                        """
+                        import torchpin
+                        torchpin.empty_host_cache()
+                        torchpin.host_memory_stats()
+                        torchpin.reset_peak_host_memory_stats()
+                        """
+                    ),
+                    broken=broken + allocator,
+                )
+                self.assertEqual(done.stdout, "alive\n", msg=broken + allocator)
+
+    def test_empty_host_cache_of_stock(self) -> None:
+        """What torchpin is measured by: these releases do not survive it."""
+        crashes = (2, 12) <= BASE <= (2, 14)
+        done = run_script(
+            self.EMPTY, broken="no_host_allocator", status=None, TORCHPIN="0", timeout=60
+        )
+        self.assertEqual(done.returncode, -signal.SIGSEGV if crashes else 0, msg=done.stderr)
+
+    def test_stand_in_hands_on_to_the_allocator_of_the_hooks(self) -> None:
+        run_script(
+            """
+            import torch, torch_refdev, torchpin
+            MIB = 1 << 20
+            def held():
+                return torchpin.host_memory_stats()["allocated_bytes.current"]
+            # Reports of copies arrive where they belong.
+            source = torch.full((MIB,), 1.0).pin_memory()
+            address = source.data_ptr()
+            with torch_refdev.hold_copies():
+                there = source.to("refdev", non_blocking=True)
+                del source
+                other = torch.full((MIB,), 2.0).pin_memory()
+                assert other.data_ptr() != address
+            assert there.cpu().eq(1).all()
+            del other
+            torch.refdev.synchronize()
+            assert held() >= 4 * MIB
+            if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()
+            else:
                 torchpin.empty_host_cache()
-                torchpin.host_memory_stats()
-                torchpin.reset_peak_host_memory_stats()
-                """,
-                broken=broken,
-            )
+            assert held() == 0, held()
+            """,
+            broken="no_host_allocator",
+        )
 
     def test_backend_without_hooks(self) -> None:
         run_script(

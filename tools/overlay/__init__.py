@@ -59,7 +59,15 @@ _BATCHES = {
     "transport": "torch.utils.data._utils.transport",
 }
 
-__all__ = ["ActivationError", "disable", "enable", "is_enabled", *_HOST_MEMORY, *_BATCHES]
+__all__ = [
+    "ActivationError",
+    "disable",
+    "enable",
+    "include_paths",
+    "is_enabled",
+    *_HOST_MEMORY,
+    *_BATCHES,
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -70,7 +78,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOST_MEMORY:
         from torchpin import host_memory
 
-        return getattr(host_memory, name)
+        # Kept: to come here again takes as long as to page-lock some pages.
+        return globals().setdefault(name, getattr(host_memory, name))
     if name in _BATCHES:
         from torchpin import _overlay
 
@@ -80,6 +89,17 @@ def __getattr__(name: str) -> Any:
 
         return version("torchpin")
     raise AttributeError(f"module 'torchpin' has no attribute {name!r}")
+
+
+def include_paths() -> list[str]:
+    """Folders with the headers for backends, as ``torch.utils.cpp_extension.include_paths``.
+
+    For the compiler, after PyTorch's own. Also right for an editable install, which has no folder
+    ``torchpin/include``. Neither PyTorch nor the extension is loaded.
+    """
+    from torchpin import _overlay
+
+    return _overlay.include_paths()
 
 
 def enable() -> bool:

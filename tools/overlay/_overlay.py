@@ -60,6 +60,13 @@ def tree() -> pathlib.Path:
     return installed if installed.is_dir() else _PACKAGE.parent.parent
 
 
+def include_paths() -> list[str]:
+    """The folders of the headers: inside the package, or where they lie in the checkout."""
+    installed = _PACKAGE / "include"
+    folders = [installed] if installed.is_dir() else [tree() / "aten" / "src", tree()]
+    return [str(folder) for folder in folders]
+
+
 def extension_dir(version: str) -> pathlib.Path:
     """The folder that holds ``_C`` for this PyTorch: the package, or a checkout's build folder."""
     if (_PACKAGE / "built_for.txt").exists():

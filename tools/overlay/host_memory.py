@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torchpin._C import HostMemoryRegistration as HostMemoryRegistration
 
 __all__ = [
     "HostMemoryRegistration",
@@ -32,10 +38,18 @@ __all__ = [
 ]
 
 
+@functools.cache
 def _extension() -> ModuleType:
     from torchpin import _overlay
 
     return _overlay.load_extension()
+
+
+def __getattr__(name: str) -> Any:
+    # A type of the extension, which may not be loadable where this module is.
+    if name == "HostMemoryRegistration":
+        return _extension().HostMemoryRegistration
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _accelerator() -> str | None:
@@ -71,13 +85,10 @@ def host_memory_stats() -> OrderedDict[str, int]:
     Initialises nothing. Memory that :func:`register_host_memory` page-locks is not counted.
     """
     stats: dict[str, int] = _extension()._host_memory_stats()
-    if not stats and _accelerator() == "cuda":
-        import torch
-
-        if hasattr(torch.cuda, "host_memory_stats"):
-            for key, value in torch.cuda.host_memory_stats().items():
-                name, dot, part = key.partition(".")
-                stats[_NAMES_OF_2_10.get(name, name) + dot + part] = value
+    if not stats and _accelerator() == "cuda" and hasattr(torch.cuda, "host_memory_stats"):
+        for key, value in torch.cuda.host_memory_stats().items():
+            name, dot, part = key.partition(".")
+            stats[_NAMES_OF_2_10.get(name, name) + dot + part] = value
     return OrderedDict(sorted(stats.items()))
 
 
@@ -99,8 +110,6 @@ def empty_host_cache() -> None:
     """
     if _extension()._host_memory_empty_cache() or _accelerator() != "cuda":
         return
-    import torch
-
     if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
 
@@ -129,7 +138,8 @@ def max_host_memory(limit: int | _Unset | None = _UNSET) -> int | None:
 
     Raises:
         ValueError: if ``limit`` is negative.
-        RuntimeError: where the allocator cannot be capped, as PyTorch's own for CUDA.
+        NotImplementedError: where the allocator cannot be capped. PyTorch's own for CUDA is one of
+            those: it bounds neither what it page-locks nor, in all, what it keeps.
     """
     extension = _extension()
     if not isinstance(limit, _Unset):
@@ -141,44 +151,6 @@ def max_host_memory(limit: int | _Unset | None = _UNSET) -> int | None:
 
 
 # ---- page-locking in place
-
-
-class HostMemoryRegistration:
-    """Memory that :func:`register_host_memory` has page-locked; a context manager that undoes it.
-
-    Keeps neither the memory nor the object it belongs to alive.
-    """
-
-    def __init__(self, data: Any, nbytes: int, undo: Callable[[], Any] | None) -> None:
-        self.nbytes = nbytes
-        """Bytes that this registration page-locks: 0 where they were pinned by other means."""
-        self._undo = undo
-        self._data: Callable[[], Any]
-        try:
-            self._data = weakref.ref(data)
-        except TypeError:
-            self._data = lambda: data
-
-    def unregister(self) -> None:
-        """Undoes this registration, once; calling it again does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def __enter__(self) -> Any:
-        return self._data()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.unregister()
-
-    def __repr__(self) -> str:
-        state = "" if self._undo else ", undone"
-        return f"<HostMemoryRegistration of {self.nbytes} bytes{state}>"
 
 
 def register_host_memory(data: Any) -> HostMemoryRegistration:
@@ -200,25 +172,37 @@ def register_host_memory(data: Any) -> HostMemoryRegistration:
     Registrations of the same memory are counted, and it is unlocked with the last one; so are pages
     that two buffers share. Memory that is pinned already is left alone. The memory of a tensor or
     numpy array is unlocked before it is freed. Other buffers are kept alive until they are
-    unregistered. A tensor in shared memory is kept, too: it is freed after its last other reference
-    has gone, as soon as the main thread runs Python again or any function here is called.
+    unregistered. A tensor in shared memory is kept, too. It is freed as soon as the main thread runs
+    Python again if ``data`` was the last to hold it; else with the first call of any function here
+    after its last reference has gone.
 
-    The caller sees to it that no copy still uses the memory when it is unregistered or freed: what
-    is on a stream then is not waited for, as with ``cudaHostUnregister``.
+    Unregistering, and freeing registered memory, wait for the copies that use it, so that the memory
+    may be written to afterwards. For CUDA that means everything on every device, except while the
+    calling thread captures a graph.
 
     Raises:
-        RuntimeError: if the accelerator cannot page-lock memory in place, or its driver refuses;
-            nothing stays locked then.
+        NotImplementedError: if the accelerator cannot page-lock memory in place.
+        RuntimeError: if its driver refuses; nothing stays locked then.
         ValueError: for tensors that are not dense and on the CPU.
     """
-    import torch
+    try:
+        return _register(data)
+    except NotImplementedError:
+        # Only now: to ask for the accelerator first costs more than a page takes to be locked.
+        if not _supply_cuda_functions():
+            raise
+    return _register(data)
 
-    _supply_cuda_functions()
-    if isinstance(data, (torch.UntypedStorage, torch.TypedStorage)):
-        return _register_tensor(_tensor_over(data), data)
+
+def _register(data: Any) -> HostMemoryRegistration:
+    registration: HostMemoryRegistration
     if isinstance(data, torch.Tensor):
-        return _register_tensor(data, data)
-    return _register_buffer(data)
+        registration = _extension()._host_memory_register_tensor(data, data)
+    elif isinstance(data, _STORAGES):
+        registration = _extension()._host_memory_register_tensor(_tensor_over(data), data)
+    else:
+        registration = _register_buffer(data)
+    return registration
 
 
 def unregister_host_memory(data: Any) -> bool:
@@ -227,9 +211,7 @@ def unregister_host_memory(data: Any) -> bool:
     Returns:
         False if it was not registered, which is no error.
     """
-    import torch
-
-    if isinstance(data, (torch.UntypedStorage, torch.TypedStorage)):
+    if isinstance(data, _STORAGES):
         data = _tensor_over(data)
     if isinstance(data, torch.Tensor):
         done: bool = _extension()._host_memory_unregister_tensor(data)
@@ -237,37 +219,12 @@ def unregister_host_memory(data: Any) -> bool:
     return _unregister_buffer(*_extension()._host_memory_buffer(data))
 
 
-def _tensor_over(storage: Any) -> Any:
-    import torch
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
-    storage = storage.untyped() if hasattr(storage, "untyped") else storage
+
+def _tensor_over(storage: Any) -> torch.Tensor:
+    storage = storage.untyped() if isinstance(storage, torch.TypedStorage) else storage
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _register_tensor(tensor: Any, data: Any) -> HostMemoryRegistration:
-    extension = _extension()
-    on_cpu = tensor.device.type == "cpu"
-    shared = on_cpu and tensor.layout == _strided() and tensor.untyped_storage().is_shared()
-    registered = extension._host_memory_register_tensor(tensor, shared)
-    if registered is None:
-        return HostMemoryRegistration(data, 0, None)
-    # The storage's Python object lives as long as the storage, whoever holds it.
-    storage = weakref.ref(tensor.untyped_storage())
-    if shared:
-        weakref.finalize(tensor, extension._host_memory_release_soon).atexit = False
-
-    def undo() -> None:
-        alive = storage()
-        if alive is not None:
-            extension._host_memory_unregister_storage(_tensor_over(alive), *registered)
-
-    return HostMemoryRegistration(data, registered[1], undo)
-
-
-def _strided() -> Any:
-    import torch
-
-    return torch.strided
 
 
 # For each range what undoes it when its owner goes away, or keeps the owner alive.
@@ -276,9 +233,10 @@ _buffers: dict[tuple[int, int], list[Any]] = {}
 
 def _register_buffer(data: Any) -> HostMemoryRegistration:
     extension = _extension()
+    make: type[HostMemoryRegistration] = extension.HostMemoryRegistration
     address, nbytes = extension._host_memory_buffer(data)
     if nbytes == 0:
-        return HostMemoryRegistration(data, 0, None)
+        return make(data, 0, None)
     extension._host_memory_register_range(address, nbytes)
     owner = _owner_of_array(data)
     entry: Any
@@ -288,7 +246,7 @@ def _register_buffer(data: Any) -> HostMemoryRegistration:
         entry = weakref.finalize(owner, _unregister_buffer, address, nbytes)
         entry.atexit = False
     _buffers.setdefault((address, nbytes), []).append(entry)
-    return HostMemoryRegistration(data, nbytes, lambda: _unregister_buffer(address, nbytes))
+    return make(data, nbytes, lambda: _unregister_buffer(address, nbytes))
 
 
 def _owner_of_array(data: Any) -> Any:
@@ -317,24 +275,18 @@ def _unregister_buffer(address: int, nbytes: int) -> bool:
 # ---- CUDA
 
 
-def _supply_cuda_functions() -> None:
-    """Gives the registry cudaHostRegister and cudaHostUnregister, where CUDA is the accelerator."""
-    global _cuda_is_supplied
-    if _cuda_is_supplied or _accelerator() != "cuda":
-        return
+def _supply_cuda_functions() -> bool:
+    """Gives the registry cudaHostRegister and cudaHostUnregister; False if CUDA is not asked for."""
+    if _accelerator() != "cuda":
+        return False
     # The driver takes any range and counts bytes, so nothing is rounded to pages.
     _extension()._set_host_memory_functions(
         "cuda", _cuda_register, _cuda_unregister, None, None, 1, False
     )
-    _cuda_is_supplied = True
-
-
-_cuda_is_supplied = False
+    return True
 
 
 def _cuda_register(address: int, nbytes: int) -> bool:
-    import torch
-
     error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
     if int(error) == 0:
         return True
@@ -343,10 +295,24 @@ def _cuda_register(address: int, nbytes: int) -> bool:
 
 
 def _cuda_unregister(address: int, nbytes: int) -> None:
-    import torch
-
+    _wait_for_cuda()
     if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
         _clear_cuda_error()
+
+
+def _wait_for_cuda() -> None:
+    """Waits for all copies on all devices, since which of them use a range nobody knows.
+
+    CUDA does not say that cudaHostUnregister waits. While a graph is captured on this thread's
+    stream it is not allowed to wait, and the copies of the graph have not been started.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    for device in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
+            # An error of a kernel is for whoever waits for that.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(device)
 
 
 def _clear_cuda_error() -> None:
@@ -358,8 +324,6 @@ def _clear_cuda_error() -> None:
         name = "cudaGetLastError" if found[1] == "cudart" else "hipGetLastError"
         getattr(library, name)()
         return
-    import torch
-
     # Linked in statically: the check after a kernel launch takes it back, and raises it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
@@ -385,7 +349,8 @@ def register_host_memory_functions(
         page_lock: called with an address and a number of bytes, multiples of the page size; tells
             the driver to page-lock that memory. Returns False, or raises MemoryError, if the driver
             refuses. None takes all functions away.
-        unlock: called with the same two numbers to undo it.
+        unlock: called with the same two numbers to undo it. Must not return before the accelerator
+            has stopped using the memory.
         record_event: called with a :class:`torch.Stream` that uses a block which is being freed;
             returns an object that stands for what is on the stream now. Needed if copies are still
             under way when they return; the backend then reports each to
@@ -401,8 +366,6 @@ def register_host_memory_functions(
         TypeError: if ``unlock`` is missing, or only one of the two functions for events is given.
         RuntimeError: if the current accelerator is not a PrivateUse1 backend.
     """
-    import torch
-
     if (page_lock is None) != (unlock is None):
         raise TypeError("page_lock and unlock come together")
     if (record_event is None) != (query_event is None):

@@ -1,7 +1,5 @@
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/HostMemory.h>
-#include <ATen/PinTarget.h>
 #include <ATen/core/CachingHostMemory.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
@@ -16,8 +14,8 @@
 #include <string>
 #include <utility>
 
-// Statistics, cap and cache of host memory, page-locking in place, and pinned
-// memory for backends that are written in Python.
+// Statistics, cap and cache of host memory, and pinned memory for backends that
+// are written in Python.
 //
 // Note [Python functions that page-lock]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -246,88 +244,6 @@ std::optional<size_t> maxHostMemory() {
   return bytes == SIZE_MAX ? std::nullopt : std::optional<size_t>(bytes);
 }
 
-// What of its storage a tensor covers.
-std::pair<const void*, size_t> spanOf(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(
-      tensor.is_cpu() && tensor.has_storage(),
-      "only dense CPU tensors can be page-locked in place, not one on ",
-      tensor.device(),
-      " with layout ",
-      tensor.layout());
-  const auto itemsize = tensor.dtype().itemsize();
-  const size_t bytes = at::detail::computeStorageNbytes(
-      tensor.sizes(), tensor.strides(), itemsize);
-  const auto* data = static_cast<const char*>(tensor.storage().data());
-  return {data + tensor.storage_offset() * itemsize, data ? bytes : 0};
-}
-
-// Address and bytes of what is registered now; nothing where the memory is
-// pinned by other means, or empty, so that there is nothing to undo.
-std::optional<std::pair<uintptr_t, size_t>> registerTensor(
-    const at::Tensor& tensor,
-    bool keep) {
-  const auto [ptr, bytes] = spanOf(tensor);
-  const bool ours = at::pin::HostMemoryRegistry::instance().touches(ptr, bytes);
-  if (bytes == 0 ||
-      (!ours && at::pin::isPinned(*tensor.storage().unsafeGetStorageImpl()))) {
-    return std::nullopt;
-  }
-  at::pin::registerHostMemory(tensor.storage(), ptr, bytes, keep);
-  return std::make_pair(reinterpret_cast<uintptr_t>(ptr), bytes);
-}
-
-// `tensor` is any tensor of the storage.
-bool unregisterStorage(
-    const at::Tensor& tensor,
-    uintptr_t address,
-    size_t bytes) {
-  return at::pin::unregisterHostMemory(
-      tensor.storage(), reinterpret_cast<const void*>(address), bytes);
-}
-
-bool unregisterTensor(const at::Tensor& tensor) {
-  const auto [ptr, bytes] = spanOf(tensor);
-  return at::pin::unregisterHostMemory(tensor.storage(), ptr, bytes);
-}
-
-// Gives up storages that nobody holds any more as soon as the main thread has
-// left what it is doing now, for example the deallocation of a tensor.
-void releaseSoon() {
-  Py_AddPendingCall(
-      [](void*) {
-        py::gil_scoped_release noGil;
-        at::pin::releaseRegisteredHostMemory();
-        return 0;
-      },
-      nullptr);
-}
-
-// Address and bytes of an object with the buffer protocol.
-std::pair<uintptr_t, size_t> bufferOf(py::handle object) {
-  Py_buffer view;
-  if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_ANY_CONTIGUOUS) != 0) {
-    throw py::error_already_set();
-  }
-  const std::pair<uintptr_t, size_t> result{
-      reinterpret_cast<uintptr_t>(view.buf), static_cast<size_t>(view.len)};
-  PyBuffer_Release(&view);
-  return result;
-}
-
-void registerRange(uintptr_t address, size_t bytes) {
-  at::pin::registerHostMemory(reinterpret_cast<const void*>(address), bytes);
-}
-
-bool unregisterRange(uintptr_t address, size_t bytes) {
-  return at::pin::unregisterHostMemory(
-      reinterpret_cast<const void*>(address), bytes);
-}
-
-std::pair<size_t, size_t> registered() {
-  at::pin::releaseRegisteredHostMemory();
-  return at::pin::HostMemoryRegistry::instance().totals();
-}
-
 // The stream is taken apart here, because the pybind11 caster of some releases
 // (2.3) can make a Stream but not load one.
 bool recordUse(const at::Tensor& tensor, const py::object& object) {
@@ -356,8 +272,6 @@ void initHostMemoryBindings(PyObject* module) {
   def("_set_host_memory_functions", setFunctions);
   def("_host_memory_is_supplied", isSupplied);
   def("_host_memory_stats", stats);
-  def("_host_memory_release_soon", releaseSoon);
-  def("_host_memory_buffer", bufferOf);
   def("_host_memory_record_use", recordUse);
   const auto defNoGil = [&](const char* name, auto function) {
     m.def(name, torch::wrap_pybind_function_no_gil(function));
@@ -369,12 +283,6 @@ void initHostMemoryBindings(PyObject* module) {
   defNoGil("_host_memory_empty_cache", at::pin::emptyHostMemoryCache);
   defNoGil("_host_memory_set_max", at::pin::setMaxHostMemory);
   defNoGil("_host_memory_get_max", maxHostMemory);
-  defNoGil("_host_memory_register_tensor", registerTensor);
-  defNoGil("_host_memory_unregister_tensor", unregisterTensor);
-  defNoGil("_host_memory_unregister_storage", unregisterStorage);
-  defNoGil("_host_memory_register_range", registerRange);
-  defNoGil("_host_memory_unregister_range", unregisterRange);
-  defNoGil("_host_memory_registered", registered);
   defNoGil(
       "_register_stand_in_host_allocator",
       at::pin::registerStandInHostAllocator);

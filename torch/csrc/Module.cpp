@@ -26,6 +26,7 @@ PyObject* PyInit__C() {
     torch::pin::initTensorMethodBindings(module);
     torch::pin::initPinBatchBindings(module);
     torch::pin::initHostMemoryBindings(module);
+    torch::pin::initHostMemoryRegistrationBindings(module);
     torch::pin::initTransportBindings(module);
   } catch (const std::exception& error) {
     if (!PyErr_Occurred()) {

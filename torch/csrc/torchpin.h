@@ -10,6 +10,7 @@ void initPinTargetBindings(PyObject* module);
 void initTensorMethodBindings(PyObject* module);
 void initPinBatchBindings(PyObject* module);
 void initHostMemoryBindings(PyObject* module);
+void initHostMemoryRegistrationBindings(PyObject* module);
 void initTransportBindings(PyObject* module);
 
 } // namespace torch::pin

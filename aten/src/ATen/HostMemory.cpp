@@ -79,14 +79,14 @@ HostMemoryHooks* hooksOf(c10::DeviceType type) {
 
 std::shared_ptr<const HostMemoryLocker> requireLocker() {
   const auto type = at::getAccelerator(/*checked=*/false);
-  TORCH_CHECK(
+  TORCH_CHECK_NOT_IMPLEMENTED(
       type.has_value(),
       "Cannot page-lock memory in place: no accelerator was found.");
   if (auto supplied = suppliedLocker(*type)) {
     return supplied;
   }
   HostMemoryHooks* hooks = hooksOf(*type);
-  TORCH_CHECK(
+  TORCH_CHECK_NOT_IMPLEMENTED(
       hooks != nullptr,
       "Cannot page-lock memory in place for the current accelerator '",
       nameOf(type),
@@ -248,14 +248,31 @@ void visitStats(
 
 #endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR
 
-HostMemoryCache& requireCache() {
+// `asked` says for what, in an error.
+HostMemoryCache& requireCache(const std::string& asked) {
   const Answering answer = answering();
-  TORCH_CHECK(
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      answer.type.has_value(),
+      asked,
+      " was asked for, but there is no host allocator: no accelerator was "
+      "found.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      answer.cache != nullptr || answer.type == c10::kPrivateUse1,
+      asked,
+      " was asked for, but the host allocator of the current accelerator '",
+      nameOf(answer.type),
+      "' is PyTorch's own, which has no cap on what it page-locks. "
+      "torchpin.empty_host_cache() gives back what is unused; from 2.13 on "
+      "PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:N in the environment keeps "
+      "freed blocks of more than N MiB from being kept.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
       answer.cache != nullptr,
-      "The host allocator of the current accelerator '",
+      asked,
+      " was asked for, but the host allocator of the current accelerator '",
       nameOf(answer.type),
       "' has no cap: it does not derive from at::pin::HostMemoryCache "
-      "(ATen/HostMemoryHooks.h).");
+      "(ATen/HostMemoryHooks.h). Its backend can use "
+      "at::pin::CachingHostMemory, which does.");
   return *answer.cache;
 }
 
@@ -459,7 +476,10 @@ bool emptyHostMemoryCache() {
 }
 
 void setMaxHostMemory(size_t bytes) {
-  HostMemoryCache& cache = requireCache();
+  HostMemoryCache& cache = requireCache(
+      bytes == SIZE_MAX ? std::string("No cap on page-locked host memory")
+                        : "A cap of " + std::to_string(bytes) +
+                              " bytes on page-locked host memory");
   size_t locked = 0;
   size_t cached = 0;
   cache.get_limits(&locked, &cached);
@@ -469,7 +489,8 @@ void setMaxHostMemory(size_t bytes) {
 size_t maxHostMemory() {
   size_t locked = 0;
   size_t cached = 0;
-  requireCache().get_limits(&locked, &cached);
+  requireCache("The cap on page-locked host memory")
+      .get_limits(&locked, &cached);
   return locked;
 }
 

@@ -53,8 +53,8 @@ void resetAccumulatedHostMemoryStats();
 // False where there is no cache to empty.
 bool emptyHostMemoryCache();
 
-// The cap on page-locked bytes; SIZE_MAX is none. Throw a c10::Error where the
-// allocator cannot be capped.
+// The cap on page-locked bytes; SIZE_MAX is none. Throw a
+// c10::NotImplementedError where the allocator cannot be capped.
 void setMaxHostMemory(size_t bytes);
 size_t maxHostMemory();
 
@@ -65,8 +65,10 @@ bool recordHostMemoryUse(void* ptr, void* ctx, c10::Stream stream);
 // ---- page-locking in place
 
 // Page-locks bytes of a storage until they are unregistered as often, or until
-// the storage gives its memory up. Throws a c10::Error where the accelerator
-// cannot, or refuses.
+// the storage gives its memory up. Throws a c10::NotImplementedError where the
+// accelerator cannot, and another c10::Error where it refuses. Unregistering,
+// and giving up, return after the copies that use the memory: the functions of
+// the driver wait.
 //
 // The second is seen by a deleter put in front of the storage's own; nobody
 // may resize or replace the memory at the same moment. A storage in shared

@@ -3,13 +3,12 @@
     python build.py DEPTH [TARGET]
 
 It is one call of the compiler. What a backend needs for it: the include folders of PyTorch and, for
-the depths 2 and 3, the one that torchpin installs; the C++ standard and the ABI of that PyTorch; and
+the depths 2 and 3, after them those of torchpin; the C++ standard and the ABI of that PyTorch; and
 its libraries, which are loaded already when the backend is.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -24,10 +23,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 def command(depth: int, target: str) -> list[str]:
     """The call of the compiler."""
     import torch
+    import torchpin
 
     base = pathlib.Path(torch.__file__).parent
-    spec = importlib.util.find_spec("torchpin")
-    assert spec is not None and spec.origin is not None, "torchpin is not installed"
+    includes = [base / "include", base / "include/torch/csrc/api/include"]
+    includes += [pathlib.Path(folder) for folder in torchpin.include_paths()]
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return [
         os.environ.get("CXX", "c++"),
@@ -35,9 +35,7 @@ def command(depth: int, target: str) -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-O0", "-Wall", "-fPIC", "-shared", "-fvisibility=hidden"),
         # As system headers, so that a backend sees warnings about its own code only.
-        *("-isystem", str(base / "include")),
-        *("-isystem", str(base / "include/torch/csrc/api/include")),
-        *("-isystem", str(pathlib.Path(spec.origin).parent / "include")),
+        *(f"-isystem{folder}" for folder in includes),
         str(HERE / f"backend_depth{depth}" / "backend.cpp"),
         *("-o", target),
         *(f"-L{base / 'lib'}", "-ltorch_cpu", "-lc10"),

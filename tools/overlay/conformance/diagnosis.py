@@ -123,17 +123,17 @@ def _not_offered() -> dict[int, str]:
     missing = {}
     try:
         torchpin.max_host_memory()
-    except RuntimeError as error:
+    except NotImplementedError as error:
         missing[2] = _sentence(error)
     memory = torch.zeros(100_000)
     try:
         torchpin.register_host_memory(memory).unregister()
-    except RuntimeError as error:
-        # What a driver says when it refuses is another sentence.
-        if "page-lock memory in place" in str(error):
-            missing[3] = _sentence(error)
+    except NotImplementedError as error:
+        missing[3] = _sentence(error)
+    except RuntimeError:
+        pass  # A refusal, or worse: offered.
     return missing
 
 
-def _sentence(error: RuntimeError) -> str:
+def _sentence(error: Exception) -> str:
     return str(error).partition("\n")[0]

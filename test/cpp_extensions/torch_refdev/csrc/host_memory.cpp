@@ -46,7 +46,9 @@ using HostMemory = at::pin::CachingHostMemory<DriverMemory>;
 // it would wait for that thread for ever.
 const bool installed = [] {
   HostMemory::instance();
-  HostMemory::install(kRefdev);
+  if (!broken("no_host_allocator")) {
+    HostMemory::install(kRefdev);
+  }
   return true;
 }();
 
@@ -112,17 +114,19 @@ void reportHostUse(void* address, void* context, c10::Stream stream) {
   if (broken("forget_events")) {
     return;
   }
+  bool found = false;
 #if REFDEV_HAS_HOST_ALLOCATOR
   // Asked for every time: whoever wants to see host use puts an allocator in
   // front of this one.
-  auto* allocator = at::getHostAllocator(kRefdev);
-#else
-  auto* allocator = &HostMemory::instance();
-#endif
-  if (allocator != nullptr &&
-      allocator->record_event(address, context, stream)) {
-    ++reports;
+  if (auto* allocator = at::getHostAllocator(kRefdev)) {
+    found = allocator->record_event(address, context, stream);
+  } else {
+    found = HostMemory::instance().record_event(address, context, stream);
   }
+#else
+  found = HostMemory::instance().record_event(address, context, stream);
+#endif
+  reports += found;
 }
 
 void emptyPinnedCache() {
