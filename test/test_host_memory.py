@@ -272,14 +272,14 @@ class RegisterTest(TestCase):
         whole = torch.zeros(100 * 4096, dtype=torch.uint8)
         start = -whole.data_ptr() % 4096
         aligned = whole[start : start + 64 * 4096]
+        pinned_empty(1)  # whether the backend recognises its memory is tried once
         # Of pages that it covers in part, which other memory may share, each is a call.
         for tensor, calls in ((aligned, 1), (aligned[5:], 2), (aligned[5:-5], 3)):
-            for _ in range(2):
-                before = torch_refdev.counters()
-                torchpin.register_host_memory(tensor).unregister()
-                after = torch_refdev.counters()
-                self.assertEqual(after["pin_calls"] - before["pin_calls"], calls)
-                self.assertEqual(after["unpin_calls"] - before["unpin_calls"], calls)
+            before = torch_refdev.counters()
+            torchpin.register_host_memory(tensor).unregister()
+            after = torch_refdev.counters()
+            self.assertEqual(after["pin_calls"] - before["pin_calls"], calls)
+            self.assertEqual(after["unpin_calls"] - before["unpin_calls"], calls)
         self.assert_nothing_left()
 
     @unittest.skipIf(not ON_REFDEV, "what CUDA does with two ranges in a page is its own affair")
