@@ -11,6 +11,7 @@ import pathlib
 import sys
 import tempfile
 
+import torchpin
 from common_pin import BASE, HERE, environment, run_process, run_script
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -96,6 +97,14 @@ assert stats["in_place"] == ({4 if BASE >= (2, 8) else 0}), stats
 """
 
 
+def not_offered(*depths: int) -> str:
+    """What the conformance suite finds before it begins."""
+    return f"""
+from torchpin.conformance import diagnosis
+assert sorted(diagnosis._not_offered()) == {list(depths)}, diagnosis._not_offered()
+"""
+
+
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="torchpin-examples-")
@@ -124,19 +133,38 @@ class BackendExamplesTest(TestCase):
         run_example(EXAMPLES, load, *parts)
 
     def test_depth_1(self) -> None:
-        self.run_depth(1, NO_STATISTICS, NOT_IN_PLACE)
+        self.run_depth(1, NO_STATISTICS, NOT_IN_PLACE, not_offered(2, 3))
 
     def test_depth_2(self) -> None:
-        self.run_depth(2, STATISTICS, NOT_IN_PLACE)
+        self.run_depth(2, STATISTICS, NOT_IN_PLACE, not_offered(3))
 
     def test_depth_3(self) -> None:
-        self.run_depth(3, STATISTICS, IN_PLACE, TRANSPORT)
+        self.run_depth(3, STATISTICS, IN_PLACE, TRANSPORT, not_offered())
 
     def test_python_only(self) -> None:
         load = "import backend\nbackend.load()"
         # Before 2.10 there is no device guard for them, and so no pin thread.
         workers = (0, 2) if BASE >= (2, 10) else (0,)
-        run_example(EXAMPLES / "backend_python", load, STATISTICS, IN_PLACE, workers=workers)
+        parts = (STATISTICS, IN_PLACE, not_offered())
+        run_example(EXAMPLES / "backend_python", load, *parts, workers=workers)
+
+    def test_headers_of_an_editable_install(self) -> None:
+        """There the package is a folder of the checkout, and has no folder ``include``."""
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "torchpin").symlink_to(HERE.parent / "tools/overlay")
+            script = (
+                "import sys, torchpin; print(*torchpin.include_paths(), sep='\\n'); "
+                "assert 'torch' not in sys.modules"
+            )
+            done = run_process(
+                [sys.executable, "-c", script],
+                env=environment(accelerator=None, PYTHONPATH=folder, TORCHPIN="0"),
+                cwd=folder,
+            )
+        for paths in (done.stdout.split(), torchpin.include_paths()):
+            for header in ("ATen/HostMemoryHooks.h", "ATen/core/CachingHostMemory.h", "c10/core"):
+                found = [path for path in paths if pathlib.Path(path, header).exists()]
+                self.assertTrue(found, msg=f"{header} in {paths}")
 
 
 if __name__ == "__main__":
