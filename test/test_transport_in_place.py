@@ -181,6 +181,7 @@ def test_pinned_memory_of_others_is_still_reported_to_its_own_allocator() -> Non
 
 
 def test_nothing_is_locked_that_was_never_used_and_all_is_unlocked_at_the_end() -> None:
+    gc.collect()
     before = refdev.counters()["locked_bytes"]
     iterator = iter(loader_of(Images(400), "in_place", batch_size=4, num_workers=2))
     for _, _batch in zip(range(20), iterator, strict=False):

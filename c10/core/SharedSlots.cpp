@@ -487,8 +487,9 @@ SlotClaim SharedSlots::try_claim(uint64_t hint) noexcept {
   for (;;) {
     uint32_t best = kNobody;
     uint64_t best_word = 0;
-    // Compared in this order: has the bytes, has any bytes, this worker had it
-    // (its pages are in our page table), freed last (in the cache).
+    // Compared in this order: has the bytes, has any bytes; has them
+    // page-locked, this worker had it (its pages are in our page table), freed
+    // last (in the cache).
     uint32_t best_class = 0;
     uint64_t best_order = 0;
     for (uint32_t i = 0; i < shared_->slots; ++i) {
@@ -509,7 +510,10 @@ SlotClaim SharedSlots::try_claim(uint64_t hint) noexcept {
         rank = 2;
         order = resident;
       } else if (resident != 0) {
-        rank = slot.last_owner.load(std::memory_order_relaxed) == self ? 4 : 3;
+        const uint64_t pinned = slot.pinned.load(std::memory_order_relaxed);
+        rank =
+            3 + (pinned != 0 && pinned >= hint ? 2 : 0) +
+            (slot.last_owner.load(std::memory_order_relaxed) == self ? 1 : 0);
         order = slot.freed_at.load(std::memory_order_relaxed);
       }
       if (best == kNobody || rank > best_class ||
@@ -648,6 +652,35 @@ bool SharedSlots::take(const SlotTicket& ticket) noexcept {
              word_of(ticket.generation, kTaken, 0),
              std::memory_order_acq_rel,
              std::memory_order_relaxed);
+}
+
+// Main: takes a slot if it is free and nobody holds it.
+bool SharedSlots::take_unused(uint32_t index) noexcept {
+  SlotState& slot = shared_->slot(index);
+  uint64_t word = slot.word.load(std::memory_order_acquire);
+  if (state_of(word) != kFree ||
+      slot.retired.load(std::memory_order_relaxed) != 0 || has_holds(index)) {
+    return false;
+  }
+  const uint64_t generation = (generation_of(word) + 1) & kGenerationMask;
+  return slot.word.compare_exchange_strong(
+      word,
+      word_of(generation, kTaken, 0),
+      std::memory_order_acq_rel,
+      std::memory_order_relaxed);
+}
+
+uint32_t SharedSlots::take_free(uint64_t bytes) noexcept {
+  if (participant() != 0) {
+    return kNobody;
+  }
+  for (uint32_t i = 0; i < shared_->slots; ++i) {
+    const uint64_t pinned = pinned_extent(i);
+    if (pinned != 0 && pinned >= bytes && take_unused(i)) {
+      return i;
+    }
+  }
+  return kNobody;
 }
 
 void SharedSlots::put_back(uint32_t index) noexcept {
@@ -790,18 +823,7 @@ uint64_t SharedSlots::trim_free_slots(uint64_t keep) noexcept {
   }
   uint64_t given_back = 0;
   for (uint32_t i = 0; i < shared_->slots; ++i) {
-    SlotState& slot = shared_->slot(i);
-    uint64_t word = slot.word.load(std::memory_order_acquire);
-    if (state_of(word) != kFree ||
-        slot.resident.load(std::memory_order_relaxed) <= keep || has_holds(i)) {
-      continue;
-    }
-    const uint64_t generation = (generation_of(word) + 1) & kGenerationMask;
-    if (slot.word.compare_exchange_strong(
-            word,
-            word_of(generation, kTaken, 0),
-            std::memory_order_acq_rel,
-            std::memory_order_relaxed)) {
+    if (resident_bytes(i) > keep && take_unused(i)) {
       given_back += trim(i, keep);
       put_back(i);
     }
@@ -858,6 +880,14 @@ uint32_t SharedSlots::participant() const noexcept {
 
 int SharedSlots::fd() const noexcept {
   return mapping_->fd();
+}
+
+uint32_t SharedSlots::resident_slots() const noexcept {
+  uint32_t result = 0;
+  for (uint32_t i = 0; i < shared_->slots; ++i) {
+    result += resident_bytes(i) != 0 ? 1 : 0;
+  }
+  return result;
 }
 
 SharedSlotsStats SharedSlots::stats() const noexcept {

@@ -156,11 +156,15 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
 
   // Workers. An empty claim if no slot is free; never waits. `hint` is the
   // number of bytes expected: a slot that already has them is preferred, of
-  // those one that this worker had before, of those the one freed last.
+  // those one that has them page-locked, of those one that this worker had
+  // before, of those the one freed last.
   SlotClaim try_claim(uint64_t hint = 0) noexcept;
 
   // Main. False if the ticket is stale or was never committed.
   bool take(const SlotTicket& ticket) noexcept;
+  // Main: takes a slot that nobody uses and that has `bytes` page-locked;
+  // kNobody if there is none. What is in it is of no concern.
+  uint32_t take_free(uint64_t bytes) noexcept;
   // Main, for a slot that it took. Holds outlive it.
   void put_back(uint32_t slot) noexcept;
 
@@ -201,6 +205,8 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   uint32_t slot_of(const void* address) const noexcept;
   // Bytes of the slot that exist in memory.
   uint64_t resident_bytes(uint32_t slot) const noexcept;
+  // How many slots exist in memory.
+  uint32_t resident_slots() const noexcept;
   bool in_use(uint32_t slot) const noexcept;
   // Whether a participant other than main holds the slot.
   bool held_by_others(uint32_t slot) const noexcept;
@@ -224,6 +230,7 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
 
   uint32_t identity_of(SlotHold hold) const noexcept;
   bool has_holds(uint32_t slot) const noexcept;
+  bool take_unused(uint32_t slot) noexcept;
   bool grow(uint32_t slot, uint64_t bytes) noexcept;
   void clear_participant(uint32_t participant, bool ready_too) noexcept;
   bool is_gone(uint32_t participant) const noexcept;

@@ -609,6 +609,21 @@ class Memory {
   bool emptied_ = false;
 };
 
+// A slot that main has taken and puts back.
+class Taken {
+ public:
+  Taken(SharedSlots& slots, uint32_t slot) : slots_(slots), slot_(slot) {}
+  ~Taken() {
+    slots_.put_back(slot_);
+  }
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+
+ private:
+  SharedSlots& slots_;
+  uint32_t slot_;
+};
+
 class Unpacker {
  public:
   Unpacker(std::shared_ptr<SharedSlots> slots, std::string_view text)
@@ -781,8 +796,10 @@ enum class Delivery : int {
   // Copied, although in place was asked for: the worker still uses the slot,
   // and what it may write there later must not be seen here;
   KeptByWorker = 2,
-  // or the accelerator refused to page-lock it.
+  // or the accelerator refused to page-lock it;
   LockRefused = 3,
+  // or enough slots were locked already, and it was moved to one of those.
+  Moved = 4,
 };
 
 // The worker drops its references right after the message that brought us here
@@ -822,12 +839,19 @@ bool isDroppedByWorker(
   return true;
 }
 
+// `*slot` becomes the one that a moved batch goes to, taken.
 Delivery choose(
     SharedSlots& slots,
     at::pin::PinnedSlots* pinned,
-    const SlotTicket& ticket) {
+    const SlotTicket& ticket,
+    uint32_t* slot) {
   if (pinned == nullptr) {
     return Delivery::Copied;
+  }
+  const uint32_t other = pinned->instead_of(ticket.slot, ticket.bytes);
+  if (other != SharedSlots::kNobody) {
+    *slot = other;
+    return Delivery::Moved;
   }
   if (!isDroppedByWorker(slots, *pinned, ticket)) {
     return Delivery::KeptByWorker;
@@ -836,28 +860,49 @@ Delivery choose(
                                                  : Delivery::LockRefused;
 }
 
+// After a copy at most `most_slots` keep their memory, if nobody reads this one
+// any more. Where the loop is slow, the batches that wait for it are in pinned
+// memory already; with a slot kept for each of them too, more would be held
+// than in stock PyTorch, where the worker's memory of a batch ends with it.
+//
 // (objects in the order of the pickle, pickle, others, stock tensors, bytes,
 // bytes that the accelerator refused to pin, delivery)
 py::tuple unpack(
     const std::shared_ptr<SharedSlots>& slots,
     const std::shared_ptr<at::pin::PinnedSlots>& pinned,
     const py::bytes& text,
+    uint32_t most_slots,
     const py::object& make_array) {
   Unpacker unpacker(slots, std::string_view(text));
   const Message& message = unpacker.message();
   const uint32_t slot = message.ticket.slot;
+  uint32_t moved_to = slot;
   uint64_t refused = 0;
   Delivery delivery = Delivery::Copied;
   {
     py::gil_scoped_release noGil;
     at::pin::pollPinnedSlots();
-    delivery = choose(*slots, pinned.get(), message.ticket);
+    delivery = choose(*slots, pinned.get(), message.ticket, &moved_to);
     if (delivery == Delivery::InPlace) {
       RECORD_FUNCTION(
           "pin transport: deliver in place",
           c10::ArrayRef<const c10::IValue>{});
       unpacker.read([&](const Unpacker::Regions& regions) {
         return pinned->deliver(slot, regions);
+      });
+    } else if (delivery == Delivery::Moved) {
+      const Taken other(*slots, moved_to);
+      RECORD_FUNCTION(
+          "pin transport: move", c10::ArrayRef<const c10::IValue>{});
+      slots->map_in(slot, message.ticket.bytes);
+      unpacker.read([&](const Unpacker::Regions& regions) {
+        for (const auto& [offset, bytes] : regions) {
+          at::pin::copyBytes(
+              slots->slot_data(moved_to) + offset,
+              slots->slot_data(slot) + offset,
+              bytes);
+        }
+        return pinned->deliver(moved_to, regions);
       });
     } else {
       RECORD_FUNCTION(
@@ -882,6 +927,11 @@ py::tuple unpack(
     copyArrays(unpacker.received, make_array);
   }
   auto body = unpacker.body();
+  if (delivery != Delivery::InPlace && slots->resident_slots() > most_slots &&
+      !slots->held_by_others(slot)) {
+    py::gil_scoped_release noGil;
+    slots->trim(slot, 0);
+  }
   unpacker.putBack();
   return py::make_tuple(
       wrapped(unpacker.received),

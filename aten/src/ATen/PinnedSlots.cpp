@@ -55,8 +55,11 @@ struct Batch {
 class Slots final : public PinnedSlots,
                     public std::enable_shared_from_this<Slots> {
  public:
-  explicit Slots(std::shared_ptr<c10::SharedSlots> slots)
-      : slots_(std::move(slots)), pid_(getpid()), of_slot_(slots_->slots()) {
+  Slots(std::shared_ptr<c10::SharedSlots> slots, uint32_t usual)
+      : slots_(std::move(slots)),
+        usual_(usual),
+        pid_(getpid()),
+        of_slot_(slots_->slots()) {
     auto& directory = at::pin::directory();
     std::unique_lock<std::shared_mutex> lock(directory.mutex);
     directory.all.push_back(this);
@@ -100,7 +103,16 @@ class Slots final : public PinnedSlots,
     }
     slots_->set_pinned_extent(slot, extent);
     locked_bytes_.fetch_add(extent, std::memory_order_relaxed);
+    locked_slots_.fetch_add(1, std::memory_order_relaxed);
     return true;
+  }
+
+  uint32_t instead_of(uint32_t slot, uint64_t bytes) override {
+    if (slots_->pinned_extent(slot) != 0 ||
+        locked_slots_.load(std::memory_order_relaxed) < usual_) {
+      return c10::SharedSlots::kNobody;
+    }
+    return slots_->take_free(bytes);
   }
 
   std::vector<c10::Storage> deliver(
@@ -278,11 +290,14 @@ class Slots final : public PinnedSlots,
     }
     slots_->set_pinned_extent(slot, 0);
     locked_bytes_.fetch_sub(locked, std::memory_order_relaxed);
+    locked_slots_.fetch_sub(1, std::memory_order_relaxed);
   }
 
   const std::shared_ptr<c10::SharedSlots> slots_;
+  const uint32_t usual_;
   const pid_t pid_;
   std::atomic<uint64_t> locked_bytes_{0};
+  std::atomic<uint32_t> locked_slots_{0};
   mutable std::mutex mutex_;
   std::vector<OfSlot> of_slot_;
   std::vector<Waiting> waiting_;
@@ -439,8 +454,9 @@ std::string whyNotInPlace() {
 }
 
 std::shared_ptr<PinnedSlots> PinnedSlots::make(
-    std::shared_ptr<c10::SharedSlots> slots) {
-  return std::make_shared<Slots>(std::move(slots));
+    std::shared_ptr<c10::SharedSlots> slots,
+    uint32_t usual) {
+  return std::make_shared<Slots>(std::move(slots), usual);
 }
 
 void pollPinnedSlots() noexcept {

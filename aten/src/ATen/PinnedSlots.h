@@ -21,6 +21,12 @@
 // that it makes it.
 //
 // The events of one stream fire in order: one per slot and stream is enough.
+//
+// How many slots get locked. A worker may begin its next batch in the moment
+// between next() and the end of the batch before, and so in one slot more than
+// pinned batches exist in stock PyTorch. Once as many slots are locked as stock
+// would hold batches, a batch in any other is moved to one that is locked and
+// free, if there is one; workers prefer those, so that this stays rare.
 
 #include <ATen/Base.h>
 
@@ -44,8 +50,10 @@ std::string whyNotInPlace();
 
 class PinnedSlots {
  public:
+  // `usual` is how many batches the base would hold in pinned memory.
   static std::shared_ptr<PinnedSlots> make(
-      std::shared_ptr<c10::SharedSlots> slots);
+      std::shared_ptr<c10::SharedSlots> slots,
+      uint32_t usual);
   PinnedSlots() = default;
   PinnedSlots(const PinnedSlots&) = delete;
   PinnedSlots& operator=(const PinnedSlots&) = delete;
@@ -56,6 +64,11 @@ class PinnedSlots {
   // no more than their own blocks would. False when the accelerator refuses.
   // Without the GIL.
   virtual bool lock(uint32_t slot, uint64_t bytes) = 0;
+
+  // A free slot, taken, that the first `bytes` of `slot` should be moved to
+  // rather than page-lock another one; kNobody to lock it. The caller puts it
+  // back.
+  virtual uint32_t instead_of(uint32_t slot, uint64_t bytes) = 0;
 
   // Storages over (offset, bytes) of a slot that the caller has taken and will
   // put back; together they hold the slot.

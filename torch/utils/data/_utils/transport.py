@@ -53,7 +53,12 @@ _MAX_REFUSALS: Final = 3
 _IN_PLACE: Final = 1
 _KEPT_BY_WORKER: Final = 2
 _LOCK_REFUSED: Final = 3
-_WHY_COPIED: Final = {_KEPT_BY_WORKER: "kept_by_worker", _LOCK_REFUSED: "lock_refused"}
+_MOVED: Final = 4
+_WHY_COPIED: Final = {
+    _KEPT_BY_WORKER: "kept_by_worker",
+    _LOCK_REFUSED: "lock_refused",
+    _MOVED: "enough_locked",
+}
 
 
 # ---- which mode
@@ -132,6 +137,8 @@ class Stats:
         pin_seconds: time that it spent pinning what had not arrived pinned.
         loop_wait_seconds: time that the training loop waited in ``next``. Large beside the time that an
             epoch takes: the loader is the bottleneck; small: the rest of the loop is.
+        wait_for_consumer_seconds: time that the training loop spent on its batches, between the end of
+            one ``next`` and the begin of the following one; the loader is ahead then, and waits.
     """
 
     def __init__(self) -> None:
@@ -146,6 +153,7 @@ class Stats:
         self.unpack_seconds = 0.0
         self.pin_seconds = 0.0
         self.loop_wait_seconds = 0.0
+        self.wait_for_consumer_seconds = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """All counts by name."""
@@ -214,14 +222,16 @@ def _kind(data: Any) -> str | None:
 class _Transport:
     """The slots of one iterator, in the main process."""
 
-    def __init__(self, workers: int, slots: int, mode: str) -> None:
+    def __init__(self, workers: int, under_way: int, slots: int, mode: str) -> None:
         self.key = next(_keys)
+        self.under_way = under_way
         self.mode = mode
         self.slots = _C._SharedSlots(workers, slots, _MAX_SLOT_BYTES)
         self.pinned: Any = None
         self.why_copy: str | None = "mode" if mode == "copy" else None
         self.refusals = 0
         self.next_began = 0.0
+        self.next_ended: float | None = None
         self.stats = Stats()
         self.workers = workers
         self.gone: set[int] = set()
@@ -233,7 +243,8 @@ class _Transport:
         if why:
             self.why_copy = why
         else:
-            self.pinned = _C._PinnedSlots(self.slots)
+            # With the one that the training loop has.
+            self.pinned = _C._PinnedSlots(self.slots, self.under_way + 1)
 
     def count(self, size: int, stock: int, refused: int, delivery: int, seconds: float) -> None:
         for counts in (total, self.stats):
@@ -308,9 +319,10 @@ def prepare(iterator: Any, loader: Any) -> None:
     # As many batches as the base lets the workers have under way, what the training loop holds (this
     # batch, and the one before until its name is bound again), two more whose copies to the accelerator
     # are still running, and some that data sets keep. Slots that are never needed take no memory.
-    slots = iterator._num_workers * (loader.prefetch_factor + 4) + 4
+    workers = iterator._num_workers
+    slots = workers * (loader.prefetch_factor + 4) + 4
     try:
-        made = _Transport(iterator._num_workers, min(slots, 1024), mode)
+        made = _Transport(workers, workers * loader.prefetch_factor, min(slots, 1024), mode)
     except RuntimeError:
         _count_stock(None, "no_slots")
         return
@@ -371,17 +383,26 @@ def _count_stock(made: _Transport | None, reason: str) -> None:
 def next_begins(iterator: Any) -> None:
     """The training loop asks for a batch."""
     made = getattr(iterator, "_transport", None)
-    if made is not None:
-        made.next_began = time.perf_counter()
+    if made is None:
+        return
+    made.next_began = time.perf_counter()
+    if made.next_ended is not None:
+        seconds = made.next_began - made.next_ended
+        made.stats.wait_for_consumer_seconds += seconds
+        total.wait_for_consumer_seconds += seconds
+        # What lies between two epochs is not spent on a batch.
+        made.next_ended = None
 
 
 def next_ends(iterator: Any) -> None:
     """The training loop has its batch."""
     made = getattr(iterator, "_transport", None)
-    if made is not None:
-        seconds = time.perf_counter() - made.next_began
-        made.stats.loop_wait_seconds += seconds
-        total.loop_wait_seconds += seconds
+    if made is None:
+        return
+    made.next_ended = time.perf_counter()
+    seconds = made.next_ended - made.next_began
+    made.stats.loop_wait_seconds += seconds
+    total.loop_wait_seconds += seconds
 
 
 def spent(made: _Transport | None, waited: float, pinned: float) -> None:
@@ -396,17 +417,22 @@ def owner(data: Any) -> _Transport | None:
     return _transports.get(data[1]) if _kind(data) in (_IN_SLOT, _STOCK_WAY) else None
 
 
-def unpack(data: Any) -> tuple[Any, bool]:
+def unpack(data: Any, waiting: int) -> tuple[Any, bool]:
     """The batch behind what came out of the workers' queue, and whether it is pinned as a whole.
 
     Whole means that there is nothing in it but plain data and tensors that are pinned already.
+
+    Args:
+        data: what a worker put into the queue.
+        waiting: batches that are pinned and that the training loop has not taken yet.
 
     Raises:
         Exception: whatever unpickling the user's objects raises.
     """
     kind = _kind(data)
     if kind == _IN_SLOT:
-        return _unpack(*data[1:])
+        _, key, message = data
+        return _unpack(key, message, waiting)
     if kind == _STOCK_WAY:
         _, key, reason, batch = data
         _count_stock(_transports.get(key), reason)
@@ -421,15 +447,16 @@ def _make_array(sizes: tuple[int, ...], dtype: str, fortran: bool) -> tuple[Any,
     return array, array.__array_interface__["data"][0]
 
 
-def _unpack(key: int, message: bytes) -> tuple[Any, bool]:
+def _unpack(key: int, message: bytes, waiting: int) -> tuple[Any, bool]:
     made = _transports.get(key)
     if made is None:
         raise RuntimeError("a batch arrived after the slots of its iterator were gone")
     if made.pinned is None and made.why_copy is None:
         made.choose()
     begin = time.perf_counter()
+    most_slots = max(made.under_way - waiting, 1)
     objects, body, others, stock, size, refused, delivery = _C._unpack(
-        made.slots, made.pinned, message, _make_array
+        made.slots, made.pinned, message, most_slots, _make_array
     )
     data = pickle.loads(body, buffers=objects)
     # The list has a reference to everything in the batch.
