@@ -115,6 +115,18 @@ def _torchdata(case: Case, dataset: Any, accelerator: str) -> Iterator[Any]:
     return iter(nodes.Loader(pinned))
 
 
+class _CollateInOneThread:
+    """A collate function for workers that nobody has told to use one thread, as PyTorch and
+    :class:`_Fetch` do: on few cores the threads of several workers stand in each other's way."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __call__(self, samples: list[Any]) -> Any:
+        torch.set_num_threads(1)
+        return loads.collate_of(self.case)(samples)
+
+
 def _spdl(case: Case, dataset: Any, accelerator: str) -> Iterator[Any]:
     from spdl.dataloader import get_pytorch_dataloader
 
@@ -123,7 +135,7 @@ def _spdl(case: Case, dataset: Any, accelerator: str) -> Iterator[Any]:
             dataset,
             batch_size=case.batch_size,
             num_workers=case.workers,
-            collate_fn=loads.collate_of(case),
+            collate_fn=_CollateInOneThread(case),
             pin_memory=True,
             multiprocessing_context=case.start_method or None,
             prefetch_factor=case.prefetch,
