@@ -67,6 +67,25 @@ torchpin.empty_host_cache()
 assert torchpin.host_memory_stats()["allocated_bytes.current"] == 0
 """
 
+REFUSED = """
+import resource
+MIB = 1 << 20
+limits = resource.getrlimit(resource.RLIMIT_MEMLOCK), resource.getrlimit(resource.RLIMIT_AS)
+large = torch.ones(16 * MIB)
+size = next(line for line in open("/proc/self/status") if line.startswith("VmSize:"))
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (48 << 10, limits[0][1]))
+resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + 16 * MIB, limits[1][1]))
+try:
+    large.pin_memory()
+except RuntimeError as error:
+    message = str(error)
+else:
+    raise AssertionError("no error")
+resource.setrlimit(resource.RLIMIT_AS, limits[1])
+assert f"the driver refused to page-lock {64 * MIB} bytes" in message, message
+assert f"Limit of this process on locked memory (ulimit -l): {48 << 10} bytes" in message, message
+"""
+
 IN_PLACE = """
 with torchpin.register_host_memory(tensor):
     assert tensor.is_pinned() and tensor.pin_memory() is tensor
@@ -133,7 +152,7 @@ class BackendExamplesTest(TestCase):
         run_example(EXAMPLES, load, *parts)
 
     def test_depth_1(self) -> None:
-        self.run_depth(1, NO_STATISTICS, NOT_IN_PLACE, not_offered(2, 3))
+        self.run_depth(1, NO_STATISTICS, NOT_IN_PLACE, REFUSED, not_offered(2, 3))
 
     def test_depth_2(self) -> None:
         self.run_depth(2, STATISTICS, NOT_IN_PLACE, not_offered(3))

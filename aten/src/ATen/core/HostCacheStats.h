@@ -117,6 +117,31 @@ struct HostCacheLimits {
   size_t cached = kNone; // the most bytes of idle segments
 };
 
+inline std::string host_bytes_text(size_t bytes) {
+  char text[64];
+  if (bytes < size_t{10} << 20) {
+    std::snprintf(text, sizeof(text), "%zu bytes", bytes);
+  } else {
+    std::snprintf(
+        text,
+        sizeof(text),
+        "%zu bytes (%.1f MiB)",
+        bytes,
+        static_cast<double>(bytes) / (1 << 20));
+  }
+  return text;
+}
+
+// For a message: what the operating system lets this process lock.
+inline std::string locked_memory_limit_text() {
+  struct rlimit memlock{};
+  const bool limited = ::getrlimit(RLIMIT_MEMLOCK, &memlock) == 0 &&
+                       memlock.rlim_cur != RLIM_INFINITY;
+  return "Limit of this process on locked memory (ulimit -l): " +
+         (limited ? host_bytes_text(memlock.rlim_cur) : std::string("none")) +
+         ".";
+}
+
 // No page-locked memory to be had, after the cache was emptied.
 class HostOutOfMemory : public std::runtime_error {
  public:
@@ -131,33 +156,15 @@ class HostOutOfMemory : public std::runtime_error {
   const size_t cap;   // HostCacheLimits::locked
 
  private:
-  static std::string bytes_text(size_t bytes) {
-    char text[64];
-    if (bytes < size_t{10} << 20) {
-      std::snprintf(text, sizeof(text), "%zu bytes", bytes);
-    } else {
-      std::snprintf(
-          text,
-          sizeof(text),
-          "%zu bytes (%.1f MiB)",
-          bytes,
-          static_cast<double>(bytes) / (1 << 20));
-    }
-    return text;
-  }
-
   static std::string
   message(size_t asked, size_t held, size_t cap, const char* who) {
-    struct rlimit memlock{};
-    const bool limited = ::getrlimit(RLIMIT_MEMLOCK, &memlock) == 0 &&
-                         memlock.rlim_cur != RLIM_INFINITY;
     return "Out of page-locked host memory: " + std::string(who) +
-           " when asked for " + bytes_text(asked) + ", " + bytes_text(held) +
+           " when asked for " + host_bytes_text(asked) + ", " +
+           host_bytes_text(held) +
            " being held after the cache was emptied. Cap of this allocator: " +
            (cap == HostCacheLimits::kNone ? std::string("none")
-                                          : bytes_text(cap)) +
-           ". Limit of this process on locked memory (ulimit -l): " +
-           (limited ? bytes_text(memlock.rlim_cur) : std::string("none")) + ".";
+                                          : host_bytes_text(cap)) +
+           ". " + locked_memory_limit_text();
   }
 };
 

@@ -417,9 +417,12 @@ class BatchPinner {
   static void copyElements(Leaf& leaf) {
     // The bits say how to read the elements, not what they are: without them,
     // on both sides, nothing is computed.
-    const auto bare = [](const c10::TensorImpl& impl) {
+    const auto bare = [](c10::TensorImpl& impl) {
       auto copy = impl.shallow_copy_and_detach(
-          c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+          impl.is_inference()
+              ? c10::VariableVersion(c10::VariableVersion::DISABLED)
+              : c10::VariableVersion(0),
+          /*allow_tensor_metadata_change=*/true);
       at::Tensor result(std::move(copy));
       result._set_conj(false);
       result._set_neg(false);
@@ -486,7 +489,10 @@ Treatment treatmentOf(const at::Tensor& tensor) {
   });
   // By raw bits: operator- of key sets leaves the backend's bit in.
   if ((keys.raw_repr() & ~ordinary.raw_repr()) == 0 && impl->has_storage() &&
-      !impl->is_inference() && !impl->has_symbolic_sizes_strides()) {
+      // Made anew they are what the current mode makes them; copied they would
+      // want a version counter.
+      (!impl->is_inference() || isPlain(*impl)) &&
+      !impl->has_symbolic_sizes_strides()) {
     if (!impl->requires_grad() || tensor.is_leaf()) {
       return Treatment::Bytes;
     }

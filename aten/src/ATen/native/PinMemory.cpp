@@ -4,9 +4,11 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/HostMemoryHooks.h>
 #include <ATen/HostMemoryRegistry.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PinTarget.h>
+#include <ATen/core/HostCacheStats.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/TensorFactories.h>
@@ -64,6 +66,24 @@ bool is_pinned_dense(const Tensor& self, std::optional<Device> /*device*/) {
                  self.sizes(), self.strides(), itemsize));
 }
 
+Storage pinned_storage(size_t bytes, c10::Allocator* allocator) {
+  try {
+    return Storage(
+        Storage::use_byte_size_t(), bytes, allocator, /*resizable=*/false);
+  } catch (c10::Error& error) {
+    // The type stays; allocators that are not ours leave the limit out.
+    if (dynamic_cast<HostMemoryCache*>(allocator) == nullptr) {
+      error.add_context(
+          c10::str(
+              "Asked to pin ",
+              host_bytes_text(bytes),
+              ". ",
+              locked_memory_limit_text()));
+    }
+    throw;
+  }
+}
+
 Tensor pin_memory_dense(const Tensor& self, std::optional<Device> /*device*/) {
   TORCH_CHECK(
       self.is_cpu(),
@@ -83,11 +103,7 @@ Tensor pin_memory_dense(const Tensor& self, std::optional<Device> /*device*/) {
       "supply no allocator for that");
   const auto bytes = detail::computeStorageNbytes(
       self.sizes(), self.strides(), self.dtype().itemsize());
-  auto storage = Storage(
-      Storage::use_byte_size_t(),
-      bytes,
-      target.allocator,
-      /*resizable=*/false);
+  auto storage = pinned_storage(bytes, target.allocator);
   auto pinned = at::cpu::empty({0}, self.options())
                     .set_(storage, 0, self.sizes(), self.strides());
   if (at::has_internal_overlap(self) == MemOverlap::Yes) {

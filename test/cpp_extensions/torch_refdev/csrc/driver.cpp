@@ -547,14 +547,27 @@ Status unlock(void* address, bool owned) {
   return Status::ok;
 }
 
-Status touchCurrent() {
-  Status status = init();
-  if (status != Status::ok) {
-    return status;
+// How a call begins that works with a device: the mutex is held when all is
+// well.
+Status begin(int device, std::unique_lock<std::mutex>& lock) {
+  Status status = validDevice(device) ? init() : Status::invalidValue;
+  if (status == Status::ok) {
+    Driver& d = driver();
+    lock = std::unique_lock<std::mutex>(d.mutex);
+    status = touch(d, device);
   }
-  Driver& d = driver();
-  std::lock_guard<std::mutex> lock(d.mutex);
-  return touch(d, current_device);
+  return status;
+}
+
+// The same for one that gives a stream work.
+Status begin(int device, int stream, std::unique_lock<std::mutex>& lock) {
+  return validStream(device, stream) ? begin(device, lock)
+                                     : Status::invalidValue;
+}
+
+Status touchCurrent() {
+  std::unique_lock<std::mutex> lock;
+  return begin(current_device, lock);
 }
 
 } // namespace
@@ -638,18 +651,14 @@ bool hasContext(int device) noexcept {
 
 Status deviceAlloc(int device, size_t bytes, void** address) noexcept {
   *address = nullptr;
-  if (!validDevice(device) || bytes > kCapacity) {
-    return bytes > kCapacity ? Status::outOfMemory : Status::invalidValue;
-  }
-  Status status = init();
-  if (status != Status::ok) {
-    return status;
+  if (bytes > kCapacity) {
+    return Status::outOfMemory;
   }
   bytes =
       std::max((bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment);
   Driver& d = driver();
-  std::unique_lock<std::mutex> lock(d.mutex);
-  status = touch(d, device);
+  std::unique_lock<std::mutex> lock;
+  Status status = begin(device, lock);
   if (status != Status::ok) {
     return status;
   }
@@ -890,15 +899,8 @@ Status copy(
     Traffic traffic,
     bool* in_flight) noexcept {
   *in_flight = false;
-  if (!validStream(device, stream)) {
-    return Status::invalidValue;
-  }
-  Status status = init();
-  if (status != Status::ok) {
-    return status;
-  }
   if (bytes == 0) {
-    return Status::ok;
+    return validStream(device, stream) ? init() : Status::invalidValue;
   }
   const int to = deviceOf(destination);
   const int from = deviceOf(source);
@@ -911,8 +913,8 @@ Status copy(
   const bool locked = really_locked || (settings.pageable_is_async && to >= 0);
 
   Driver& d = driver();
-  std::unique_lock<std::mutex> lock(d.mutex);
-  status = touch(d, device);
+  std::unique_lock<std::mutex> lock;
+  Status status = begin(device, stream, lock);
   if (status != Status::ok) {
     return status;
   }
@@ -969,16 +971,9 @@ Status copy(
 }
 
 Status launch(int device, int stream, std::function<void()> kernel) noexcept {
-  if (!validStream(device, stream)) {
-    return Status::invalidValue;
-  }
-  Status status = init();
-  if (status != Status::ok) {
-    return status;
-  }
   Driver& d = driver();
-  std::unique_lock<std::mutex> lock(d.mutex);
-  status = touch(d, device);
+  std::unique_lock<std::mutex> lock;
+  const Status status = begin(device, stream, lock);
   if (status != Status::ok) {
     return status;
   }
@@ -1029,16 +1024,9 @@ Event newEvent() {
 }
 
 Status recordEvent(const Event& event, int device, int stream) noexcept {
-  if (!validStream(device, stream)) {
-    return Status::invalidValue;
-  }
-  Status status = init();
-  if (status != Status::ok) {
-    return status;
-  }
   Driver& d = driver();
-  std::unique_lock<std::mutex> lock(d.mutex);
-  status = touch(d, device);
+  std::unique_lock<std::mutex> lock;
+  const Status status = begin(device, stream, lock);
   if (status != Status::ok) {
     return status;
   }
