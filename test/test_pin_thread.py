@@ -12,9 +12,11 @@ import signal
 import threading
 import time
 import unittest.mock
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from common_pin import ACCELERATOR, Samples, accelerator_module, run_script
 from torch._utils import ExceptionWrapper
@@ -80,6 +82,13 @@ class RaisesInPin:
 
     def pin_memory(self) -> Any:
         raise self.make()
+
+
+class CountsThreads:
+    """Pinned, it is the number of threads that operators take."""
+
+    def pin_memory(self) -> int:
+        return torch.get_num_threads()
 
 
 class At(Dataset):
@@ -386,6 +395,58 @@ class TestEnd(TestCase):
             done.set()
             source.put((None, None))
             thread.join()
+
+    def test_memory_of_a_batch_is_let_go_of_without_the_interpreter(self) -> None:
+        """Dropping the objects frees nothing yet: the memory goes in a call of its own."""
+        freed = threading.Event()
+        seen: list[bool] = []
+        pin_batch = _C._pin_batch
+
+        class Watched:
+            def __init__(self, retired: Any) -> None:
+                self.retired = retired
+
+            def release(self) -> None:
+                seen.append(freed.is_set())
+                self.retired.release()
+                seen.append(freed.is_set())
+
+        def watching(*arguments: Any) -> Any:
+            result, retired, refusals = pin_batch(*arguments)
+            return result, Watched(retired), refusals
+
+        def sample() -> torch.Tensor:
+            array = np.ones(1000)
+            weakref.finalize(array, freed.set)
+            return torch.from_numpy(array)
+
+        source, out, done = queue.Queue(), queue.Queue(), threading.Event()
+        source.put((0, {"x": [sample()]}))
+        thread = threading.Thread(
+            target=module._pin_memory_loop, args=(source, out, 0, done, ACCELERATOR)
+        )
+        with unittest.mock.patch.object(_C, "_pin_batch", watching):
+            thread.start()
+            try:
+                found = out.get(timeout=30)[1]
+            finally:
+                done.set()
+                source.put((None, None))
+                thread.join()
+        self.assertTrue(found["x"][0].is_pinned())
+        self.assertEqual(seen, [False, True])
+
+    def test_operators_in_the_thread_take_one_core(self) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            loader = DataLoader(
+                At(CountsThreads()), batch_size=None, num_workers=1, pin_memory=True
+            )
+            self.assertEqual(list(loader)[2], 1)
+            self.assertEqual(torch.get_num_threads(), 2)
+        finally:
+            torch.set_num_threads(before)
 
 
 DEVICES = """

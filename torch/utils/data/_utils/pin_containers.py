@@ -57,7 +57,9 @@ MISSED: Final = 2
 Answer = tuple[Any, ...] | None
 Handler = Callable[[Any], Answer]
 
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+# Py_TPFLAGS_IMMUTABLETYPE: made in C. Whether a type lives on the heap says less from year to year: more
+# and more of the interpreter's own do.
+_MADE_IN_C: Final = 1 << 8
 _handlers: weakref.WeakKeyDictionary[type, Handler] = weakref.WeakKeyDictionary()
 _registered: dict[type, Callable[..., Any]] = {}
 
@@ -130,10 +132,13 @@ BARE_TUPLE: Final = 2
 
 def kind_of_type(kind: type) -> int:
     """How the native walk treats a type that it does not know: one of the three above."""
-    if _is_plain_type(kind):
-        return PLAIN
-    if kind.__base__ is tuple and kind.__dictoffset__ == 0 and _choose(kind) is _tuple:
-        return BARE_TUPLE
+    try:
+        if _is_plain_type(kind):
+            return PLAIN
+        if kind.__base__ is tuple and kind.__dictoffset__ == 0 and _choose(kind) is _tuple:
+            return BARE_TUPLE
+    except Exception:  # a metaclass that answers no question
+        return EXPAND
     return EXPAND
 
 
@@ -146,9 +151,9 @@ def _is_plain_type(kind: type) -> bool:
         return False
     if issubclass(kind, _WITHOUT_TENSORS):
         return True
-    if kind.__flags__ & _HEAP_TYPE:
+    if not kind.__flags__ & _MADE_IN_C:
         return False
-    # Types made in C: those that hold objects are containers.
+    # Of these, those that hold objects are containers.
     return not (
         issubclass(kind, _CONTAINERS) or kind in pytree.SUPPORTED_NODES or _is_numpy_array(kind)
     )
@@ -171,9 +176,12 @@ def expand(obj: Any) -> Answer:
             class, raises.
     """
     kind = type(obj)
-    handler = _handlers.get(kind)
-    if handler is None:
-        handler = _handlers[kind] = _choose(kind)
+    try:
+        handler = _handlers.get(kind)
+        if handler is None:
+            handler = _handlers[kind] = _choose(kind)
+    except Exception:  # a metaclass that answers no question
+        return None
     return handler(obj)
 
 
@@ -203,7 +211,7 @@ def _choose(kind: type) -> Handler:
     for bases, handler in _BUILT_IN:
         if issubclass(kind, bases):
             return handler
-    if (
+    if _native_base(kind) in (object, types.SimpleNamespace) and (
         dataclasses.is_dataclass(kind)
         or hasattr(kind, "__attrs_attrs__")
         or issubclass(kind, types.SimpleNamespace)
@@ -300,7 +308,7 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
         found = _slots_of[kind] = tuple(
             (name, descriptor)
             for base in kind.__mro__
-            if base.__flags__ & _HEAP_TYPE
+            if not base.__flags__ & _MADE_IN_C
             for name, descriptor in vars(base).items()
             if isinstance(descriptor, types.MemberDescriptorType)
         )
@@ -311,7 +319,7 @@ def _dict_of(obj: Any) -> dict[str, Any]:
     """The attributes of an object; an empty dict that is nobody's if it has none."""
     try:
         found = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
+    except Exception:  # no such attribute, or a property of that name
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -319,12 +327,13 @@ def _dict_of(obj: Any) -> dict[str, Any]:
 class _State:
     """The slots and attributes of an object: names, values, and how to set them in a copy."""
 
-    __slots__ = ("_descriptors", "names", "values")
+    __slots__ = ("_descriptors", "_is_its_own_dict", "names", "values")
 
     def __init__(self, obj: Any) -> None:
         self.names: list[str] = []
         self.values: list[Any] = []
         self._descriptors: list[Any] = []
+        self._is_its_own_dict = False
         kind = type(obj)
         for name, descriptor in _slots(kind):
             try:
@@ -335,6 +344,10 @@ class _State:
             self.values.append(value)
             self._descriptors.append(descriptor)
         attributes = _dict_of(obj)
+        if attributes is obj:
+            # A dict whose keys are its attributes, by `self.__dict__ = self`.
+            self._is_its_own_dict = True
+            return
         self.names += attributes
         self.values += attributes.values()
 
@@ -343,6 +356,8 @@ class _State:
         slots = len(self._descriptors)
         for descriptor, value in zip(self._descriptors, values, strict=False):
             descriptor.__set__(target, value)
+        if self._is_its_own_dict:
+            object.__setattr__(target, "__dict__", target)
         if len(self.names) > slots:
             _dict_of(target).update(zip(self.names[slots:], values[slots:], strict=True))
         return target
@@ -353,7 +368,7 @@ class _State:
 
 def _native_base(kind: type) -> Any:
     """The class made in C that objects of ``kind`` are at bottom: object, dict, deque, ..."""
-    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return next(base for base in kind.__mro__ if base.__flags__ & _MADE_IN_C)
 
 
 def _blank(kind: type) -> Any:
@@ -414,7 +429,10 @@ def _with_state(
 
 
 def _key_label(key: Any) -> str:
-    return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
+    try:
+        return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
+    except Exception:
+        return f"[<{type(key).__name__}>]"
 
 
 def _index_label(index: int) -> str:
@@ -434,7 +452,9 @@ def _dict(obj: Any) -> Answer:
     def build(new: list[Any]) -> Any:
         copy = base.__new__(kind)
         if base is collections.defaultdict:
-            base.__init__(copy, obj.default_factory)
+            # Of the class made in C: one of the user's may have an attribute of that name.
+            factory: Any = vars(base)["default_factory"]
+            base.__init__(copy, factory.__get__(obj))
         refill(copy, new)
         return copy
 
@@ -463,7 +483,7 @@ def _deque(obj: Any) -> Answer:
 
     def build(new: list[Any]) -> Any:
         copy = deque.__new__(kind)
-        deque.__init__(copy, new, obj.maxlen)
+        deque.__init__(copy, new, deque.maxlen.__get__(obj))
         return copy
 
     def refill(copy: Any, new: list[Any]) -> None:
@@ -526,18 +546,54 @@ _BUILT_IN: Final[tuple[tuple[Any, Handler], ...]] = (
 # ---- containers whose contents only they know
 
 
+def _is_the_same(found: Any, wanted: Any) -> bool:
+    """Whether what a container shows is what it is meant to hold.
+
+    Some make what they show when they are asked: a view of the one tensor that they keep, or a dict
+    of such views.
+    """
+    if found is wanted:
+        return True
+    kind = type(wanted)
+    if type(found) is not kind:
+        return False
+    if isinstance(wanted, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                found.layout is wanted.layout is torch.strided
+                and found.data_ptr() == wanted.data_ptr()
+                and found.dtype is wanted.dtype
+                and found.shape == wanted.shape
+                and found.stride() == wanted.stride()
+            )
+    if kind is dict:
+        return found.keys() == wanted.keys() and all(
+            _is_the_same(found[key], value) for key, value in wanted.items()
+        )
+    if kind is list or kind is tuple:
+        return len(found) == len(wanted) and all(map(_is_the_same, found, wanted))
+    return kind in IMMUTABLE and bool(found == wanted)
+
+
 def _contents(
     obj: Any,
-    keys: list[Any],
-    values: list[Any],
-    from_contents: Callable[[list[Any]], Any],
+    read: Callable[[list[Any], list[Any]], None],
+    from_contents: Callable[[list[Any], list[Any]], Any],
 ) -> Answer:
     """An abstract mapping or sequence: what is in its attributes, and what it shows.
 
     Most keep their contents in an attribute, and a copy made from the attributes shows them. Where
     it does not, the copy is asked to take them, then the class to make an object from them, and at
-    last the object itself, if it is of the kind that can be changed.
+    last the object itself, if it is of the kind that can be changed. ``read`` fills in keys and
+    values; if it raises, the attributes are what is left.
     """
+    keys: list[Any] = []
+    values: list[Any] = []
+    try:
+        read(keys, values)
+    except Exception:
+        keys.clear()
+        values.clear()
     state = _State(obj)
     kind = type(obj)
     inner = len(state.values)
@@ -560,7 +616,7 @@ def _contents(
 
         def shows(candidate: Any) -> bool:
             return type(candidate) is kind and all(
-                candidate[key] is value for key, _, value in changed
+                _is_the_same(candidate[key], value) for key, _, value in changed
             )
 
         def take(candidate: Any) -> bool:
@@ -582,8 +638,8 @@ def _contents(
                             obj[key] = old
 
         def by_class() -> Any:
-            made = from_contents(new[inner:])
-            return made if shows(made) and len(made) == len(keys) else None
+            made = from_contents(keys, new[inner:])
+            return made if shows(made) and len(made) == len(obj) == len(keys) else None
 
         def by_itself() -> Any:
             return obj if hasattr(kind, "__setitem__") and take(obj) else None
@@ -604,28 +660,27 @@ def _is_endless(obj: Any, key: Any, value: Any) -> bool:
 
 
 def _mapping(obj: Any) -> Answer:
-    keys: list[Any] = []
-    values: list[Any] = []
-    with contextlib.suppress(Exception):  # then its attributes are what is left
+    def read(keys: list[Any], values: list[Any]) -> None:
         for key in obj:
             value = obj[key]
             if not _is_endless(obj, key, value):
                 keys.append(key)
                 values.append(value)
+
     kind = type(obj)
-    return _contents(obj, keys, values, lambda new: kind(dict(zip(keys, new, strict=True))))
+    return _contents(obj, read, lambda keys, new: kind(dict(zip(keys, new, strict=True))))
 
 
 def _sequence(obj: Any) -> Answer:
-    keys: list[Any] = []
-    values: list[Any] = []
-    with contextlib.suppress(Exception):
+    def read(keys: list[Any], values: list[Any]) -> None:
         for index in range(len(obj)):
             value = obj[index]
             if not _is_endless(obj, index, value):
                 keys.append(index)
                 values.append(value)
-    return _contents(obj, keys, values, type(obj))
+
+    kind = type(obj)
+    return _contents(obj, read, lambda _, new: kind(new))
 
 
 def _pytree(obj: Any) -> Answer:
@@ -635,7 +690,7 @@ def _pytree(obj: Any) -> Answer:
         children, context = node.flatten_fn(obj)
         children = list(children)
     except Exception:
-        return _unknown(obj)
+        return _scan(obj)
 
     def fill(_: Any, new: list[Any]) -> Any:
         try:
@@ -668,17 +723,20 @@ def _array(obj: Any) -> Answer:
     if obj.dtype.kind != "O" or obj.size == 0:
         return None
 
+    numpy = sys.modules["numpy"]
+
     def make() -> Any:
         return obj.copy(order="C")
 
     def fill(copy: Any, new: list[Any]) -> Any:
         copy = make() if copy is None else copy
-        flat = copy.reshape(-1)
+        # As a plain array: matrices have two dimensions whatever they are asked for.
+        flat = numpy.asarray(copy).reshape(-1)
         for index, value in enumerate(new):
             flat[index] = value
         return copy
 
-    return PARTS, obj.reshape(-1).tolist(), lambda i: f".flat[{i}]", make, fill
+    return PARTS, numpy.asarray(obj).reshape(-1).tolist(), lambda i: f".flat[{i}]", make, fill
 
 
 _STORAGES: Final = (torch.UntypedStorage, torch.TypedStorage)
@@ -718,7 +776,9 @@ def _tensor(obj: Any) -> Answer:
             if obj.layout in _SPARSE_PARTS:
                 return _sparse_compressed(obj)
     try:
-        if is_traceable_wrapper_subclass(obj):
+        # Putting together what has a history would cut it off.
+        has_history = obj.requires_grad and not obj.is_leaf
+        if not has_history and is_traceable_wrapper_subclass(obj):
             return _wrapper_subclass(obj)
         return REPLACED, obj.pin_memory()
     except Exception as error:
@@ -786,17 +846,22 @@ def _sparse_compressed(obj: Any) -> Answer:
 def _wrapper_subclass(obj: Any) -> Answer:
     """A class that says itself which tensors it consists of: jagged tensors and their kin."""
     kind = type(obj)
-    names, context = obj.__tensor_flatten__()
+    parts, context = obj.__tensor_flatten__()
+    attributes = _dict_of(obj)
+    # What a user hung on it; the rest the class makes anew.
+    added = [name for name in attributes if name not in parts and not name.startswith("_")]
+    names = [*parts, *added]
 
     def fill(_: Any, new: list[Any]) -> Any:
-        inner = dict(zip(names, new, strict=True))
+        values = dict(zip(names, new, strict=True))
+        inner = {name: values[name] for name in parts}
         made = kind.__tensor_unflatten__(inner, context, obj.shape, obj.stride())
         known = _dict_of(made)
-        for name, value in _dict_of(obj).items():
-            known.setdefault(name, value)
-        return made
+        for name, value in attributes.items():
+            known.setdefault(name, values.get(name, value))
+        return made.requires_grad_() if obj.requires_grad else made
 
-    children = [getattr(obj, name) for name in names]
+    children = [getattr(obj, name) for name in parts] + [attributes[name] for name in added]
     return PARTS, children, lambda i: f".{names[i]}", None, fill
 
 
@@ -807,6 +872,9 @@ _SCANNED_DEPTH: Final = 3
 
 
 def _unknown(obj: Any) -> Answer:
+    if type(obj) in pytree.SUPPORTED_NODES:
+        # Registered after the first object of the class was seen.
+        return _pytree(obj)
     try:
         method = getattr(obj, "pin_memory", None)
     except Exception:
@@ -814,7 +882,14 @@ def _unknown(obj: Any) -> Answer:
     if callable(method):
         # In the instance, or through a proxy.
         return _call_with_device(method, (), _device_parameter(method, 0))
-    path = _path_to_tensor(obj, _SCANNED_DEPTH)
+    return _scan(obj)
+
+
+def _scan(obj: Any) -> Answer:
+    try:
+        path = _path_to_tensor(obj, _SCANNED_DEPTH)
+    except Exception:
+        return None
     return None if path is None else (MISSED, path, None)
 
 
@@ -836,7 +911,8 @@ def _path_to_tensor(obj: Any, depth: int) -> str | None:
         state = _State(obj)
         steps = [(f".{name}", value) for name, value in zip(state.names, state.values, strict=True)]
     for step, value in steps:
-        path = _path_to_tensor(value, depth - 1)
-        if path is not None:
-            return step + path
+        with contextlib.suppress(Exception):  # an object that answers no question
+            path = _path_to_tensor(value, depth - 1)
+            if path is not None:
+                return step + path
     return None
