@@ -109,7 +109,8 @@ class Slots final : public PinnedSlots,
 
   uint32_t instead_of(uint32_t slot, uint64_t bytes) override {
     if (slots_->pinned_extent(slot) != 0 ||
-        locked_slots_.load(std::memory_order_relaxed) < usual_) {
+        locked_slots_.load(std::memory_order_relaxed) <
+            usual_ + most_waiting_.load(std::memory_order_relaxed)) {
       return c10::SharedSlots::kNobody;
     }
     return slots_->take_free(bytes);
@@ -235,6 +236,9 @@ class Slots final : public PinnedSlots,
       } else {
         // Keeps this object, and so the page lock, while copies are running.
         waiting_.push_back({hold, shared_from_this()});
+        if (waiting_.size() > most_waiting_.load(std::memory_order_relaxed)) {
+          most_waiting_.store(waiting_.size(), std::memory_order_relaxed);
+        }
       }
     }
     poll();
@@ -298,6 +302,7 @@ class Slots final : public PinnedSlots,
   const pid_t pid_;
   std::atomic<uint64_t> locked_bytes_{0};
   std::atomic<uint32_t> locked_slots_{0};
+  std::atomic<size_t> most_waiting_{0};
   mutable std::mutex mutex_;
   std::vector<OfSlot> of_slot_;
   std::vector<Waiting> waiting_;

@@ -25,8 +25,9 @@
 // How many slots get locked. A worker may begin its next batch in the moment
 // between next() and the end of the batch before, and so in one slot more than
 // pinned batches exist in stock PyTorch. Once as many slots are locked as stock
-// would hold batches, a batch in any other is moved to one that is locked and
-// free, if there is one; workers prefer those, so that this stays rare.
+// would hold batches, those included whose copies are running, a batch in any
+// other is moved to one that is locked and free, if there is one; workers prefer
+// those, so that this stays rare.
 
 #include <ATen/Base.h>
 
