@@ -499,6 +499,11 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return all(part.is_pinned() for part in parts_of(tensor))
 
 
+def attributes_of(tensor: torch.Tensor) -> set[str]:
+    """Without what jagged tensors of 2.3 keep for whoever asked for their sizes and strides."""
+    return {name for name in vars(tensor) if not name.startswith("_sym_")}
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -550,7 +555,7 @@ class Sharing:
         case.assertFalse(is_pinned(old) and new is not old)
         for name in ("dtype", "layout", "requires_grad", "is_leaf"):
             case.assertEqual(getattr(new, name), getattr(old, name))
-        case.assertEqual(vars(new).keys(), vars(old).keys())
+        case.assertEqual(attributes_of(new), attributes_of(old))
         if old.layout is torch.strided and not old.is_nested:
             case.assertEqual(new.shape, old.shape)
             case.assertEqual(new.stride(), old.stride())

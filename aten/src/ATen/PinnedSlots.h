@@ -26,8 +26,8 @@
 // between next() and the end of the batch before, and so in one slot more than
 // pinned batches exist in stock PyTorch. Once as many slots are locked as stock
 // would hold batches, those included whose copies are running, a batch in any
-// other is moved to one that is locked and free, if there is one; workers prefer
-// those, so that this stays rare.
+// other is moved to one that is locked and free, if there is one; workers
+// prefer those, so that this stays rare.
 
 #include <ATen/Base.h>
 
