@@ -77,7 +77,6 @@ def test_the_copies_notice_memory_that_is_reused_too_early(program: Path) -> Non
         "threads_and_delayed_copies",
         "fork_while_threads_work",
         "registry_threads",
-        "registry_fork_while_a_thread_works",
     ],
 )
 def test_no_data_race_under_thread_sanitizer(program_tsan: Path, case: str) -> None:

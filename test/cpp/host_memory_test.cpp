@@ -1240,9 +1240,9 @@ void registry_after_fork() {
   CHECK(registry.unregister_range(at(64), 40000) && driver.locked.empty());
 }
 
-// The child allocates. The allocators of glibc and ThreadSanitizer see to it
-// that their locks are free in a child; that of AddressSanitizer does not, and
-// one may be held for ever by the thread that the child has not got.
+// The child allocates. glibc sees to it that the locks of its allocator are
+// free in a child; those of the sanitizers do not, and one may be held for ever
+// by the thread that the child has not got.
 void registry_fork_while_a_thread_works() {
   FakeDriver driver;
   const auto locker = driver.locker();

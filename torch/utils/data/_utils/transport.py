@@ -481,7 +481,9 @@ part of a batch yet and stays out of the slot."""
 def _take_apart(array: Any) -> tuple[int, int, tuple[int, ...], bool, str] | bool:
     """Address, bytes, shape, order and dtype of an array that can be copied as bytes.
 
-    Otherwise whether there may be tensors in it.
+    Otherwise whether there may be tensors in it. What has the other byte order is left to numpy's
+    own pickling, which turns it into the machine's: programs may rely on that without knowing it,
+    since ``torch.from_numpy`` takes no other.
     """
     dtype = array.dtype
     if dtype.hasobject:
@@ -489,6 +491,7 @@ def _take_apart(array: Any) -> tuple[int, int, tuple[int, ...], bool, str] | boo
     flags = array.flags
     if (
         dtype.names is not None
+        or not dtype.isnative
         or dtype.kind not in "biufcmMSU"
         or dtype.metadata is not None
         or not flags.forc
