@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -553,6 +554,43 @@ void cap_on_locked_bytes() {
   f.cache.free(one);
   CHECK(f.state.peak_bytes == 10 * kMiB);
   CHECK(f.cache.stats().num_ooms == 1);
+}
+
+// As many as there are, in the order asked for; the first refusal ends it.
+void many_at_once() {
+  Fixture f({4 * kMiB});
+  const std::vector<size_t> sizes{16, 100, 3 * kMiB, 64, 2 * kMiB, 16};
+  std::vector<void*> blocks(sizes.size());
+  const auto ask = [&](size_t count) {
+    return f.cache.allocate_many(sizes.data(), count, blocks.data());
+  };
+  for (int round = 0; round < 3; ++round) {
+    CHECK(ask(0) == 0);
+    CHECK(ask(sizes.size()) == 4);
+    CHECK(f.cache.stats().num_ooms == round + 1);
+    for (size_t i = 0; i < 4; ++i) {
+      CHECK(f.cache.owns(blocks[i]));
+      std::memset(blocks[i], static_cast<int>(i), sizes[i]);
+    }
+    CHECK(std::set<void*>(blocks.begin(), blocks.begin() + 4).size() == 4);
+    for (size_t i = 0; i < 4; ++i) {
+      const auto* bytes = static_cast<const unsigned char*>(blocks[i]);
+      CHECK(bytes[0] == i && bytes[sizes[i] - 1] == i);
+      f.cache.free(blocks[i]);
+    }
+  }
+  const size_t none = 0;
+  CHECK(f.cache.allocate_many(&none, 1, blocks.data()) == 1);
+  CHECK(blocks[0] == nullptr);
+  // What has not been read yet is not handed out again here, either.
+  CHECK(ask(2) == 2);
+  void* read = blocks[1];
+  f.cache.record(read, 1);
+  f.cache.free(read);
+  const std::vector<size_t> same(8, 100);
+  std::vector<void*> others(8);
+  CHECK(f.cache.allocate_many(same.data(), 8, others.data()) == 8);
+  CHECK(std::find(others.begin(), others.end(), read) == others.end());
 }
 
 void cap_on_cached_bytes() {
@@ -1329,6 +1367,7 @@ const std::map<std::string, void (*)()> cases = {
     {"record_by_any_address", record_by_any_address},
     {"event_that_cannot_be_made", event_that_cannot_be_made},
     {"cap_on_locked_bytes", cap_on_locked_bytes},
+    {"many_at_once", many_at_once},
     {"cap_on_cached_bytes", cap_on_cached_bytes},
     {"refusal_empties_the_cache_and_retries_once",
      refusal_empties_the_cache_and_retries_once},

@@ -65,7 +65,7 @@ class HostMemoryHooks {
 // at::HostAllocator (2.8) the functions of the same name there are these.
 class HostMemoryCache {
  public:
-  static constexpr uint32_t kAbiVersion = 1;
+  static constexpr uint32_t kAbiVersion = 2;
   virtual uint32_t abi_version() const {
     return kAbiVersion;
   }
@@ -97,6 +97,16 @@ class HostMemoryCache {
 
   // Whether address lies in memory of this allocator. No lock, no GIL.
   virtual bool owns(const void* address) const noexcept = 0;
+
+  // Version 2. Blocks of so many bytes each, for which raw_deleter() of the
+  // allocator is the deleter, in one go: the tensors of a batch are many and
+  // small. Stops at the first that is refused, without throwing, and returns
+  // how many of `blocks` were filled in. Whoever cannot do better than one at a
+  // time returns 0.
+  virtual size_t
+  allocate_many(const size_t* /*bytes*/, size_t /*count*/, void** /*blocks*/) {
+    return 0;
+  }
 };
 
 } // namespace at::pin

@@ -32,10 +32,8 @@ setup(
                 "-fvisibility=hidden",
                 # Headers that torchpin installs for backends, taken from this
                 # checkout. After PyTorch's own folders: ours share their names.
-                "-idirafter",
-                str(ROOT / "aten" / "src"),
-                "-idirafter",
-                str(ROOT),
+                f"-I{ROOT / 'aten' / 'src'}",
+                f"-I{ROOT}",
             ],
         )
     ],

@@ -174,6 +174,12 @@ class CachingHostMemory final : public detail::HostAllocatorOfBase,
     return {ptr, ptr, &CachingHostMemory::free, c10::DeviceType::CPU};
   }
 
+  // HostMemoryCache.
+  size_t allocate_many(const size_t* bytes, size_t count, void** blocks)
+      override {
+    return cache_.allocate_many(bytes, count, blocks);
+  }
+
   // The context of a DataPtr is its address, so that raw_allocate() works.
   c10::DeleterFnPtr raw_deleter() const override {
     return &CachingHostMemory::free;

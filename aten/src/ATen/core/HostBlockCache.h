@@ -198,10 +198,39 @@ class HostBlockCache {
       segment = lock_segment(node, request, lock);
     }
     void* ptr = take_block(segment, bytes);
-    if (idle_bytes_ > limits_.cached) {
-      release(take_idle(idle_bytes_ - limits_.cached), lock);
-    }
+    keep_cached_limit(lock);
     return ptr;
+  }
+
+  // allocate() of each, with one lock for all that are in the cache. Returns
+  // how many there are; the next was refused, which allocate() explains.
+  size_t
+  allocate_many(const size_t* bytes, size_t count, void** blocks) noexcept {
+    size_t made = 0;
+    try {
+      Node& node = node_of_caller();
+      while (made < count) {
+        {
+          std::unique_lock<std::mutex> lock(mutex_);
+          for (; made < count && bytes[made] > 0 &&
+                 bytes[made] <= c10::size_class::kLargest / 2;
+               ++made) {
+            Segment* segment = find_free(node, classify(bytes[made]));
+            if (segment == nullptr) {
+              break;
+            }
+            blocks[made] = take_block(segment, bytes[made]);
+          }
+          keep_cached_limit(lock);
+        }
+        if (made < count) {
+          blocks[made] = allocate(bytes[made]);
+          ++made;
+        }
+      }
+    } catch (const std::exception&) {
+    }
+    return made;
   }
 
   // Gives back what allocate() returned; null is nothing. In a forked child a
@@ -424,6 +453,12 @@ class HostBlockCache {
 
   // Functions from here on are called with mutex_ held. Those that take the
   // lock as an argument give it up in between and have it again on return.
+
+  void keep_cached_limit(std::unique_lock<std::mutex>& lock) {
+    if (idle_bytes_ > limits_.cached) {
+      release(take_idle(idle_bytes_ - limits_.cached), lock);
+    }
+  }
 
   Segment* find_free(Node& node, const Request& request) noexcept {
     if (!request.exact) {

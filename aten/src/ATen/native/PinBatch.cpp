@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/HostMemory.h>
+#include <ATen/HostMemoryHooks.h>
 #include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
 #include <ATen/ops/empty.h>
@@ -42,6 +43,11 @@ constexpr size_t kWidestElement = 16;
 // A span that is at least this many times larger than its elements is copied
 // element by element: the rest of it belongs to somebody else.
 constexpr size_t kSparseSpan = 4;
+
+// Blocks of leaves up to this size are taken from the host allocator together,
+// so many at a time. What would have to be page-locked for them is not much.
+constexpr size_t kSmallLeaf = size_t{4} << 10;
+constexpr size_t kSmallLeavesAtOnce = 64;
 
 // Worth the threads of the calling thread's operators.
 constexpr size_t kParallelBytes = size_t{1} << 20;
@@ -188,6 +194,14 @@ class BatchPinner {
     if (retired_ != nullptr) {
       retired_->reserve(retired_->size() + leaves_.size());
     }
+    if (leaves_.size() > 1 && !target_.ownKernels) {
+      auto* cache = dynamic_cast<HostMemoryCache*>(target_.allocator);
+      deleter_ = target_.allocator->raw_deleter();
+      if (cache != nullptr && cache->abi_version() >= 2 &&
+          deleter_ != nullptr) {
+        cache_ = cache;
+      }
+    }
     for (auto& leaf : leaves_) {
       const auto& storage = leaf.source->unsafe_storage();
       // A storage with one owner cannot have a second view in this batch.
@@ -209,6 +223,7 @@ class BatchPinner {
         pinGroup(members);
       }
     }
+    pinSmall();
   }
 
  private:
@@ -237,6 +252,16 @@ class BatchPinner {
     refusals_.bytes += extentOf(*leaf.source).size();
   }
 
+  c10::Storage storageOf(size_t bytes, c10::DataPtr data) const {
+    return c10::Storage(
+        c10::make_intrusive<c10::StorageImpl>(
+            c10::StorageImpl::use_byte_size_t(),
+            bytes,
+            std::move(data),
+            target_.allocator,
+            /*resizable=*/false));
+  }
+
   c10::Storage allocateOnce(size_t bytes) const {
     // One byte stands for none: memory that is nowhere is never pinned.
     const size_t wanted = std::max<size_t>(bytes, 1);
@@ -255,13 +280,7 @@ class BatchPinner {
         "the host allocator returned no memory for ",
         wanted,
         " bytes");
-    return c10::Storage(
-        c10::make_intrusive<c10::StorageImpl>(
-            c10::StorageImpl::use_byte_size_t(),
-            bytes,
-            std::move(data),
-            target_.allocator,
-            /*resizable=*/false));
+    return storageOf(bytes, std::move(data));
   }
 
   // Throws what the second try throws.
@@ -313,19 +332,61 @@ class BatchPinner {
         return;
       }
       check(leaf, extent);
-      auto storage = allocate(extent.size());
-      const bool sparse = isSparseSpan(*leaf.source, extent);
-      if (extent.size() > 0 && !sparse) {
-        copy(leaf, extent, storage, 0);
+      if (cache_ != nullptr && extent.size() <= kSmallLeaf) {
+        small_.push_back({&leaf, extent});
+        if (small_.size() == kSmallLeavesAtOnce) {
+          pinSmall();
+        }
+        return;
       }
-      leaf.pinned = over(*leaf.source, std::move(storage), 0);
-      if (sparse) {
-        copyElements(leaf);
-      }
-      finish(leaf);
+      fill(leaf, extent, allocate(extent.size()));
     } catch (const std::exception& error) {
       refuse(leaf, extent.size(), messageOf(error));
     }
+  }
+
+  // Makes `storage`, which is of this size, the leaf's.
+  void fill(Leaf& leaf, const Extent& extent, c10::Storage storage) {
+    const bool sparse = isSparseSpan(*leaf.source, extent);
+    if (extent.size() > 0 && !sparse) {
+      copy(leaf, extent, storage, 0);
+    }
+    leaf.pinned = over(*leaf.source, std::move(storage), 0);
+    if (sparse) {
+      copyElements(leaf);
+    }
+    finish(leaf);
+  }
+
+  // Those that pinAlone() put off, in blocks that are taken in one go. Where
+  // there is no block each asks for one of its own, and is refused alone.
+  void pinSmall() {
+    std::array<size_t, kSmallLeavesAtOnce> sizes;
+    std::array<void*, kSmallLeavesAtOnce> blocks;
+    for (size_t i = 0; i < small_.size(); ++i) {
+      sizes[i] = std::max<size_t>(small_[i].extent.size(), 1);
+    }
+    const size_t made =
+        small_.empty()
+            ? 0
+            : cache_->allocate_many(sizes.data(), small_.size(), blocks.data());
+    for (size_t i = 0; i < small_.size(); ++i) {
+      const auto [leaf, extent] = small_[i];
+      c10::DataPtr data;
+      if (i < made) {
+        data = {blocks[i], blocks[i], deleter_, c10::DeviceType::CPU};
+      }
+      try {
+        fill(
+            *leaf,
+            extent,
+            i < made ? storageOf(extent.size(), std::move(data))
+                     : allocate(extent.size()));
+      } catch (const std::exception& error) {
+        refuse(*leaf, extent.size(), messageOf(error));
+      }
+    }
+    small_.clear();
   }
 
   // Leaves of one storage: what they cover together is copied once, each
@@ -458,6 +519,14 @@ class BatchPinner {
   std::vector<c10::Storage>* retired_;
   Refusals& refusals_;
   PinTarget target_;
+  // Of the host allocator, if it hands out blocks together.
+  HostMemoryCache* cache_ = nullptr;
+  c10::DeleterFnPtr deleter_ = nullptr;
+  struct SmallLeaf {
+    Leaf* leaf;
+    Extent extent;
+  };
+  c10::SmallVector<SmallLeaf, kSmallLeavesAtOnce> small_;
   bool emptied_ = false;
   ska::flat_hash_map<c10::StorageImpl*, std::vector<Leaf*>> groups_;
   std::vector<c10::StorageImpl*> order_;

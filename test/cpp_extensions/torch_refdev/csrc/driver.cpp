@@ -1,5 +1,7 @@
 #include "driver.h"
 
+#include <c10/core/PageMap.h>
+
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <pthread.h>
@@ -122,6 +124,8 @@ struct Driver {
 
   std::shared_mutex ranges_mutex;
   std::map<uintptr_t, LockedRange> ranges; // by first page
+  // Their pages, for who asks about memory that is not locked: without a lock.
+  c10::PageMap<Driver> pages;
   int64_t locked_bytes = 0;
   uint64_t pin_calls = 0;
   uint64_t unpin_calls = 0;
@@ -505,6 +509,8 @@ Status addRange(Driver& d, LockedRange range) {
     ++d.pin_refusals;
     return Status::lockLimit;
   }
+  d.pages.insert(
+      reinterpret_cast<void*>(first), static_cast<size_t>(bytes), &d);
   d.ranges.emplace(first, range);
   d.locked_bytes += bytes;
   ++d.pin_calls;
@@ -535,6 +541,7 @@ Status unlock(void* address, bool owned) {
     if (d.ranges.erase(first) == 0) {
       return Status::notRegistered;
     }
+    d.pages.erase(reinterpret_cast<void*>(first), range.page_end - first);
     d.locked_bytes -= static_cast<int64_t>(range.page_end - first);
     ++d.unpin_calls;
   }
@@ -854,6 +861,9 @@ bool hostIsLocked(const void* address, size_t bytes) noexcept {
     return false;
   }
   Driver& d = driver();
+  if (d.pages.find(address) == nullptr) {
+    return false;
+  }
   auto at = reinterpret_cast<uintptr_t>(address);
   const uintptr_t end = at + std::max<size_t>(bytes, 1);
   std::shared_lock<std::shared_mutex> lock(d.ranges_mutex);
