@@ -589,6 +589,39 @@ FORK = """
 """
 
 
+# What the thread is in the middle of when the program ends: a batch takes it long, the workers are ahead.
+LEAVE = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Images(Dataset):
+        def __len__(self):
+            return 1 << 40
+
+        def __getitem__(self, index):
+            return torch.ones(3, 224, 224)
+
+    iterator = iter(DataLoader(Images(), batch_size=32, num_workers=2, pin_memory=True))
+    batches = [next(iterator) for _ in range(4)]
+    assert batches[0].is_pinned()
+    if {error}:
+        raise KeyError("of the program")
+"""
+
+
+class TestExit(TestCase):
+    def test_program_that_leaves_in_the_middle_of_an_epoch(self) -> None:
+        for mode in ("off", "copy", "auto"):
+            for _ in range(3):
+                found = run_script(LEAVE.format(error=False), TORCHPIN_TRANSPORT=mode)
+                self.assertEqual(found.stderr, "")
+
+    def test_error_in_the_middle_of_an_epoch(self) -> None:
+        found = run_script(LEAVE.format(error=True), TORCHPIN_TRANSPORT="copy", status=1)
+        self.assertTrue(found.stderr.endswith("KeyError: 'of the program'\n"), found.stderr)
+
+
 class TestDeviceAndFork(TestCase):
     def test_device_of_the_iterator_and_no_other(self) -> None:
         self.assertIn("done", run_script(DEVICES).stdout)

@@ -69,6 +69,7 @@ WHOLE_FILES: Final = (
     WholeFile("torch._pin_deprecation", "the deprecated device argument, in one place"),
     WholeFile("torch.utils.data._utils.pin_target", "what a loader pins for, and whether it can"),
     WholeFile("torch.utils.data._utils.pin_containers", "how objects of all kinds are taken apart"),
+    WholeFile("torch.utils.data._utils.direct_queue", "small messages go straight into the pipe"),
     WholeFile("torch.utils.data._utils.transport", "batches of workers arrive in reusable slots"),
     WholeFile(
         "torch.utils.data._utils.pin_memory",
@@ -119,6 +120,13 @@ SEAMS: Final = (
         f"{_TRANSPORT}:started",
         ("self",),
         "the collate function has brought the slots to the workers",
+    ),
+    Seam(
+        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._reset",
+        "start",
+        f"{_TRANSPORT}:before_first_indices",
+        ("self",),
+        "a thread for each worker would write what is a few hundred bytes",
     ),
     Seam(
         f"{_DATALOADER}:_MultiProcessingDataLoaderIter._next_data",

@@ -19,13 +19,14 @@ What the thread promises:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
 import time
 import types
 import weakref
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 import torch.multiprocessing
@@ -34,6 +35,7 @@ from torch._utils import ExceptionWrapper, KeyErrorMessage
 from torchpin import _C
 
 from . import MP_STATUS_CHECK_INTERVAL, transport
+from .direct_queue import DirectQueue
 from .pin_containers import IMMUTABLE, expand, kind_of_type, register_pin_function
 
 __all__ = [
@@ -330,6 +332,39 @@ def _hand_over(
         pass
 
 
+class _Running(NamedTuple):
+    """A pin thread that has not ended."""
+
+    thread: threading.Thread
+    in_queue: DirectQueue
+    done_event: threading.Event
+
+
+_running: Final[set[_Running]] = set()
+_leaving = False
+
+
+def _end_threads() -> None:
+    """Ends the pin threads of iterators that live to the end of the program.
+
+    The interpreter ends threads that want its lock when it has gone, from within whatever they are
+    doing. Those that come back from C++ just then cannot be ended: the process would be aborted.
+    """
+    global _leaving
+    _leaving = True
+    # In a forked child none is alive.
+    alive = [running for running in _running if running.thread.is_alive()]
+    for running in alive:
+        running.done_event.set()
+        # One that sleeps wakes up. If it cannot be put there is something to read already.
+        running.in_queue.put_at_once((None, None))
+    for running in alive:
+        running.thread.join(2 * MP_STATUS_CHECK_INTERVAL)
+
+
+atexit.register(_end_threads)
+
+
 def _pin_memory_loop(
     in_queue: Any,
     out_queue: queue.Queue[Any],
@@ -343,6 +378,24 @@ def _pin_memory_loop(
     if hasattr(torch.multiprocessing, "_set_thread_name"):
         torch.multiprocessing._set_thread_name("pt_data_pin")
     where = f"in pin memory thread for device {device_id}"
+    in_queue = DirectQueue(in_queue)
+    running = _Running(threading.current_thread(), in_queue, done_event)
+    _running.add(running)
+    try:
+        if not _leaving:
+            _run(in_queue, out_queue, device_id, done_event, device, where)
+    finally:
+        _running.discard(running)
+
+
+def _run(
+    in_queue: DirectQueue,
+    out_queue: queue.Queue[Any],
+    device_id: int | None,
+    done_event: threading.Event,
+    device: str | None,
+    where: str,
+) -> None:
     try:
         _C._select_pin_device(-1 if device_id is None else device_id)
     except BaseException as error:

@@ -6,6 +6,7 @@ it, in the order in which it happens:
 - main process, ``_BaseDataLoaderIter.__init__``: :func:`prepare` makes the slots of an iterator and
   hides them in the collate function, the one thing that travels to every worker whatever the start
   method;
+- main process, ``_reset``: :func:`before_first_indices` takes a thread out of the way of the indices;
 - worker, ``_worker_loop``: :func:`enter_worker` takes them out again and puts a :class:`_WorkerQueue`
   in front of the result queue, which packs every batch;
 - worker, ``default_collate``: :func:`typed_storage_new_shared` answers its request for shared memory;
@@ -35,6 +36,7 @@ from typing import Any, Final, Literal
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
+from torch.utils.data._utils.direct_queue import DirectQueue
 from torchpin import _C
 
 __all__ = ["Stats", "close", "prepare", "stats", "transport", "unpack"]
@@ -330,6 +332,15 @@ def prepare(iterator: Any, loader: Any) -> None:
     iterator._collate_fn = _Carrier(iterator._collate_fn, made.key, made.slots)
 
 
+def before_first_indices(iterator: Any) -> None:
+    """An epoch begins: from the first on, indices go to the workers without a thread for each."""
+    if getattr(iterator, "_transport", None) is not None:
+        iterator._index_queues = [
+            queue if isinstance(queue, DirectQueue) else DirectQueue(queue, ordered=True)
+            for queue in iterator._index_queues
+        ]
+
+
 def started(iterator: Any) -> None:
     """The workers of an iterator have started: gives it its own collate function back."""
     carrier = iterator._collate_fn
@@ -516,7 +527,8 @@ class _WorkerQueue:
     """The result queue of a worker; what is put into it is packed first."""
 
     def __init__(self, queue: Any, key: int, slots: Any) -> None:
-        self._queue = queue
+        # Batches may overtake each other: the main process knows them by number.
+        self._queue = DirectQueue(queue, ordered=False)
         self._key = key
         self._packer = _C._Packer(slots)
         try:
