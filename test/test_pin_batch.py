@@ -958,6 +958,66 @@ class TestResistance(TestCase):
         self.assertIs(found[0], angry)
         self.assertTrue(found[1].is_pinned())
 
+    def test_mapping_with_several_values_for_a_key(self) -> None:
+        class Multi(HiddenMapping, collections.abc.MutableMapping):
+            """A key shows its first value; setting it leaves that one alone."""
+
+            __slots__ = ()
+
+            def __init__(self, items: Any) -> None:
+                pairs = list(items.items() if isinstance(items, collections.abc.Mapping) else items)
+                self._get = lambda: pairs
+
+            def __getitem__(self, key: str) -> Any:
+                return next(value for name, value in self._get() if name == key)
+
+            def __iter__(self) -> Any:
+                return iter([name for name, _ in self._get()])
+
+            def __setitem__(self, key: str, value: Any) -> None:
+                pairs = self._get()
+                pairs[:] = [pair for pair in pairs if pair[0] != key] + [(key, value)]
+
+            def __delitem__(self, key: str) -> None:
+                raise KeyError(key)
+
+            def items(self) -> Any:
+                return list(self._get())
+
+        class Stubborn(Multi):
+            __slots__ = ()
+
+            def __init__(self) -> None:
+                super().__init__([("x", torch.zeros(2)), ("x", torch.ones(2)), ("y", 1)])
+
+        class Silent(Stubborn):
+            __slots__ = ()
+
+            def items(self) -> Any:
+                raise OSError("unreadable")
+
+        def shown(of: Any) -> Any:
+            return [
+                (key, getattr(value, "tolist", lambda v=value: v)()) for key, value in of._get()
+            ]
+
+        original = Multi([("x", torch.zeros(2)), ("x", torch.ones(2)), ("y", 1)])
+        found = pin_memory(original)
+        self.assertIs(type(found), Multi)
+        self.assertIsNot(found, original)
+        self.assertEqual(shown(found), [("x", [0, 0]), ("x", [1, 1]), ("y", 1)])
+        self.assertEqual([v.is_pinned() for _, v in found.items()[:2]], [True, True])
+        self.assertEqual(shown(original), shown(found))
+        self.assertFalse(original["x"].is_pinned())
+
+        stubborn = Stubborn()
+        with self.assertWarnsRegex(UserWarning, "Stubborn cannot be rebuilt"):
+            self.assertIs(pin_memory(stubborn), stubborn)
+        self.assertEqual(shown(stubborn), shown(original))
+        silent = Silent()
+        self.assertIs(pin_memory(silent), silent)
+        self.assertEqual(shown(silent), shown(original))
+
     def test_mapping_that_breaks_off_loses_nothing(self) -> None:
         class Half(HiddenMapping):
             """Has a value that cannot be read."""

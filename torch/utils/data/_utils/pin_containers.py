@@ -660,15 +660,44 @@ def _is_endless(obj: Any, key: Any, value: Any) -> bool:
 
 
 def _mapping(obj: Any) -> Answer:
+    kind = type(obj)
+    names: list[Any] | None = None
+    repeated = False
+    with contextlib.suppress(Exception):
+        names = list(obj)
+        repeated = len(set(names)) < len(names)
+    if repeated:
+        return _items(kind, obj)
+
     def read(keys: list[Any], values: list[Any]) -> None:
-        for key in obj:
+        for key in obj if names is None else names:
             value = obj[key]
             if not _is_endless(obj, key, value):
                 keys.append(key)
                 values.append(value)
 
-    kind = type(obj)
     return _contents(obj, read, lambda keys, new: kind(dict(zip(keys, new, strict=True))))
+
+
+def _items(kind: type, obj: Any) -> Answer:
+    """A mapping with several values for one key, of which a key shows only one.
+
+    The object itself is never asked to take others: it would give up all but one of them.
+    """
+    try:
+        items = [(key, value) for key, value in obj.items()]
+    except Exception:
+        return None
+
+    def fill(_: Any, new: list[Any]) -> Any:
+        wanted = [(key, value) for (key, _), value in zip(items, new, strict=True)]
+        made: Any = kind(wanted)
+        found = list(made.items())
+        if type(made) is kind and _is_the_same(found, wanted):
+            return made
+        raise TypeError(f"{kind.__qualname__} does not take its own contents")
+
+    return PARTS, [value for _, value in items], lambda i: _key_label(items[i][0]), None, fill
 
 
 def _sequence(obj: Any) -> Answer:
