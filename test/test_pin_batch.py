@@ -981,6 +981,9 @@ class TestResistance(TestCase):
             def __delitem__(self, key: str) -> None:
                 raise KeyError(key)
 
+            def __len__(self) -> int:
+                return len(self._get())
+
             def items(self) -> Any:
                 return list(self._get())
 
@@ -989,6 +992,14 @@ class TestResistance(TestCase):
 
             def __init__(self) -> None:
                 super().__init__([("x", torch.zeros(2)), ("x", torch.ones(2)), ("y", 1)])
+
+        class OnceEach(Multi):
+            """Names a key once; how many values there are is its length."""
+
+            __slots__ = ()
+
+            def __iter__(self) -> Any:
+                return iter(dict(self._get()))
 
         class Silent(Stubborn):
             __slots__ = ()
@@ -1001,14 +1012,15 @@ class TestResistance(TestCase):
                 (key, getattr(value, "tolist", lambda v=value: v)()) for key, value in of._get()
             ]
 
-        original = Multi([("x", torch.zeros(2)), ("x", torch.ones(2)), ("y", 1)])
-        found = pin_memory(original)
-        self.assertIs(type(found), Multi)
-        self.assertIsNot(found, original)
-        self.assertEqual(shown(found), [("x", [0, 0]), ("x", [1, 1]), ("y", 1)])
-        self.assertEqual([v.is_pinned() for _, v in found.items()[:2]], [True, True])
-        self.assertEqual(shown(original), shown(found))
-        self.assertFalse(original["x"].is_pinned())
+        for kind in (Multi, OnceEach):
+            original = kind([("x", torch.zeros(2)), ("x", torch.ones(2)), ("y", 1)])
+            found = pin_memory(original)
+            self.assertIs(type(found), kind)
+            self.assertIsNot(found, original)
+            self.assertEqual(shown(found), [("x", [0, 0]), ("x", [1, 1]), ("y", 1)])
+            self.assertEqual([v.is_pinned() for _, v in found.items()[:2]], [True, True])
+            self.assertEqual(shown(original), shown(found))
+            self.assertFalse(original["x"].is_pinned())
 
         stubborn = Stubborn()
         with self.assertWarnsRegex(UserWarning, "Stubborn cannot be rebuilt"):

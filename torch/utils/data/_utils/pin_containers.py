@@ -665,7 +665,7 @@ def _mapping(obj: Any) -> Answer:
     repeated = False
     with contextlib.suppress(Exception):
         names = list(obj)
-        repeated = len(set(names)) < len(names)
+        repeated = len(set(names)) < max(len(names), len(obj))
     if repeated:
         return _items(kind, obj)
 
