@@ -355,6 +355,7 @@ def init_worker(worker_id: int) -> None:
         {"num_workers": 2, "collate_fn": make_list, "worker_init_fn": init_worker},
         {"num_workers": 2, "prefetch_factor": 1},
         {"num_workers": 2, "shuffle": True, "drop_last": True},
+        *([{"num_workers": 2, "in_order": False}] if common_pin.BASE >= (2, 6) else []),
     ],
     ids=str,
 )
@@ -414,6 +415,16 @@ def test_loaders_in_threads_and_nested(mode: str) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+    # One data set, two loaders in step.
+    shared = Images(24)
+    for one, other in zip(
+        loader_of(shared, mode, batch_size=4),
+        loader_of(shared, mode, batch_size=4, num_workers=2),
+        strict=True,
+    ):
+        check_images(one)
+        check_images(other)
+        assert torch.equal(one[1], other[1])
     for outer in loader_of(Images(24), mode, batch_size=4):
         # The batch of the outer loader is inherited by the worker of the inner one.
         (inner,) = list(loader_of(Items([outer]), mode, batch_size=None, collate_fn=same))
@@ -655,6 +666,65 @@ class ModeTest(TestCase):
         with transport.transport("copy"):
             self.assertIsNone(self._mode_used(DataLoader(Images(4), num_workers=1)))
             self.assertIsNone(self._mode_used(DataLoader(Images(4), pin_memory=True)))
+
+
+# ---- what can be seen
+
+
+@each_mode
+def test_where_the_time_goes(mode: str) -> None:
+    class Slow(Images):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            time.sleep(0.02)
+            return super().__getitem__(index)
+
+    def waits(dataset: Any, at_the_loop: float) -> tuple[dict[str, Any], float]:
+        iterator = iter(loader_of(dataset, mode, batch_size=4))
+        check_images(next(iterator))
+        began = time.perf_counter()
+        before = transport.stats(iterator)
+        for batch in iterator:
+            check_images(batch)
+            time.sleep(at_the_loop)
+        took = time.perf_counter() - began
+        after = transport.stats(iterator)
+        return {key: after[key] - before[key] for key in after if "seconds" in key}, took
+
+    slow_loader, took = waits(Slow(48), 0)
+    assert slow_loader["loop_wait_seconds"] > 0.5 * took
+    assert slow_loader["wait_for_workers_seconds"] > 0.5 * took
+    slow_loop, took = waits(Images(48), 0.1)
+    assert slow_loop["wait_for_consumer_seconds"] > 0.5 * took
+    assert slow_loop["loop_wait_seconds"] < 0.5 * took
+    for found in (slow_loader, slow_loop):
+        assert 0 < found["unpack_seconds"] < took
+
+
+def ranges(mode: str, all_threads: bool, workers: int) -> dict[str, int]:
+    options = {}
+    if all_threads:
+        make: Any = torch._C._profiler._ExperimentalConfig
+        options["experimental_config"] = make(profile_all_threads=True)
+    loader = loader_of(Images(32), mode, batch_size=4, num_workers=workers, collate_fn=make_list)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], **options
+    ) as profiler:
+        for batch in loader:
+            check_images(batch)
+    return {event.key: event.count for event in profiler.key_averages()}
+
+
+@each_mode
+def test_ranges_in_the_profiler(mode: str) -> None:
+    assert ranges(mode, False, 0)["pin_memory: allocate and copy"] == 8
+    found = ranges(mode, False, 1)
+    assert found["enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"] == 9
+    if common_pin.BASE >= (2, 7):
+        found = ranges(mode, True, 1)
+        names = ("copy", "move", "deliver in place")
+        counts = {name: found.get(f"pin transport: {name}", 0) for name in names}
+        assert sum(counts.values()) == 8
+        assert counts["copy"] == (8 if mode == "copy" else 0)
 
 
 # ---- without workers

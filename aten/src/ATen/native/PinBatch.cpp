@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/SizeClass.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -580,7 +581,11 @@ Refusals pinLeaves(
   if (leaves.empty()) {
     return refusals;
   }
-  BatchPinner(leaves, retired, refusals).run();
+  {
+    RECORD_FUNCTION(
+        "pin_memory: allocate and copy", c10::ArrayRef<const c10::IValue>{});
+    BatchPinner(leaves, retired, refusals).run();
+  }
   if (refusals.leaves > 0) {
     refusals.held = hostMemoryHeld();
   }
