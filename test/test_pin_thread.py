@@ -7,8 +7,13 @@ import gc
 import multiprocessing
 import multiprocessing.reduction
 import os
+import pathlib
 import queue
 import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
 import threading
 import time
 import unittest.mock
@@ -18,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common_pin import ACCELERATOR, Samples, accelerator_module, run_script
+from common_pin import ACCELERATOR, Samples, accelerator_module, environment, run_script
 from torch._utils import ExceptionWrapper
 from torch.testing._internal.common_utils import (
     TestCase,
@@ -593,6 +598,7 @@ FORK = """
 LEAVE = """
     import sys
     import torch
+    import torch_refdev
     from torch.utils.data import DataLoader, Dataset
 
     class Images(Dataset):
@@ -605,8 +611,20 @@ LEAVE = """
     iterator = iter(DataLoader(Images(), batch_size=32, num_workers=2, pin_memory=True))
     batches = [next(iterator) for _ in range(4)]
     assert batches[0].is_pinned()
-    if {error}:
+    if "error" in sys.argv:
         raise KeyError("of the program")
+    if "go on" in sys.argv:
+        print("ready", flush=True)
+        for _ in iterator:
+            pass
+"""
+
+
+RESTORE = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -614,12 +632,43 @@ class TestExit(TestCase):
     def test_program_that_leaves_in_the_middle_of_an_epoch(self) -> None:
         for mode in ("off", "copy", "auto"):
             for _ in range(3):
-                found = run_script(LEAVE.format(error=False), TORCHPIN_TRANSPORT=mode)
-                self.assertEqual(found.stderr, "")
+                found = self._run(mode)
+                self.assertEqual((found.returncode, found.stderr), (0, ""))
 
     def test_error_in_the_middle_of_an_epoch(self) -> None:
-        found = run_script(LEAVE.format(error=True), TORCHPIN_TRANSPORT="copy", status=1)
+        found = self._run("copy", "error")
+        self.assertEqual(found.returncode, 1)
         self.assertTrue(found.stderr.endswith("KeyError: 'of the program'\n"), found.stderr)
+
+    def test_interrupt_in_the_middle_of_an_epoch(self) -> None:
+        """By Ctrl-C, which goes to the workers too: one traceback, and no process is left."""
+        for mode in ("off", "copy", "auto"):
+            for _ in range(3):
+                found = self._run(mode, "go on")
+                self.assertEqual(found.returncode, -signal.SIGINT)
+                self.assertEqual(found.stderr.count("Traceback"), 1, found.stderr)
+                self.assertTrue(found.stderr.endswith("\nKeyboardInterrupt\n"), found.stderr)
+
+    def _run(self, mode: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory(prefix="torchpin-test-") as folder:
+            script = pathlib.Path(folder, "script.py")
+            script.write_text(textwrap.dedent(LEAVE).lstrip("\n"))
+            process = subprocess.Popen(
+                # A shell starts what it puts in the background with SIGINT ignored, which is inherited.
+                [sys.executable, "-c", RESTORE, str(script), *arguments],
+                env=environment(TORCHPIN_TRANSPORT=mode),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            if "go on" in arguments:
+                assert process.stdout is not None
+                self.assertEqual(process.stdout.readline(), "ready\n")
+                os.killpg(process.pid, signal.SIGINT)
+            # Ends when the last process that can write into the pipes has ended.
+            output, errors = process.communicate(timeout=120)
+            return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 class TestDeviceAndFork(TestCase):
