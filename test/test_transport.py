@@ -602,6 +602,17 @@ def test_workers_killed_from_outside_leave_whole_batches(mode: str) -> None:
         del iterator
 
 
+@each_mode
+def test_a_worker_killed_while_it_asks_whether_to_end_stops_nobody(mode: str) -> None:
+    """The event that all workers ask has a lock, which would stay taken."""
+    iterator = iter(loader_of(Images(400, 16), mode, batch_size=4, num_workers=2, timeout=20))
+    with iterator._workers_done_event._cond:
+        for _ in range(50):
+            check_images(next(iterator))
+    for batch in iterator:
+        check_images(batch)
+
+
 class Fails(Dataset):
     def __len__(self) -> int:
         return 8

@@ -173,6 +173,15 @@ SEAMS: Final = (
         rebinds="collate_fn",
     ),
     Seam(
+        f"{_WORKER}:_worker_loop",
+        "start",
+        f"{_TRANSPORT}:own_done_event",
+        ("done_event",),
+        "a worker that is killed while it asks whether to end would leave a lock taken that the main "
+        "process waits for",
+        rebinds="done_event",
+    ),
+    Seam(
         f"{_WORKER}:ManagerWatchdog.__init__",
         "end",
         f"{_TRANSPORT}:watch_parent",

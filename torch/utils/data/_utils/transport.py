@@ -24,6 +24,7 @@ import functools
 import io
 import itertools
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import pickle
 import time
@@ -627,6 +628,33 @@ def own_collate_fn(collate_fn: Any) -> Any:
             _collating = False
 
     return marked
+
+
+class _Done:
+    """An event of :mod:`multiprocessing`, for the process that asks whether it is set.
+
+    The event's own ``is_set`` takes a lock that all processes share. A worker that is killed in there
+    leaves it taken, and then neither the other workers can ask nor can the main process set the event.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._is_zero = event._flag._semlock._is_zero
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+    def is_set(self) -> bool:
+        return not self._is_zero()
+
+
+def own_done_event(done_event: Any) -> Any:
+    """The event that a worker is to ask whether it is to end."""
+    if _packer is None or type(done_event) is not multiprocessing.synchronize.Event:
+        return done_event
+    with contextlib.suppress(AttributeError):
+        return _Done(done_event)
+    return done_event
 
 
 def typed_storage_new_shared(base: Callable[..., Any]) -> Callable[..., Any]:
