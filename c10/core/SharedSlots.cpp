@@ -134,6 +134,7 @@ struct SharedSlots::Shared {
   uint64_t data_offset;
   uint64_t max_resident;
   std::atomic<uint64_t> clock;
+  std::atomic<bool> ending;
 
   char* base() {
     return reinterpret_cast<char*>(this);
@@ -781,6 +782,14 @@ bool SharedSlots::reclaim(uint32_t worker, bool ready_too) noexcept {
   clear_participant(worker, ready_too);
   shared_->member(worker).state.store(kUnused, std::memory_order_release);
   return true;
+}
+
+void SharedSlots::end() noexcept {
+  shared_->ending.store(true, std::memory_order_release);
+}
+
+bool SharedSlots::is_ending() const noexcept {
+  return shared_->ending.load(std::memory_order_acquire);
 }
 
 uint32_t SharedSlots::reap_guests() noexcept {

@@ -184,6 +184,11 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   // Returns how many.
   uint32_t reap_guests() noexcept;
 
+  // Main: tells the workers that they are to end, without a lock that a killed
+  // one could keep. Not undone.
+  void end() noexcept;
+  bool is_ending() const noexcept;
+
   // Makes the first `bytes` of a slot present in the page tables of this
   // process with one call, where the system can.
   void map_in(uint32_t slot, uint64_t bytes) noexcept;

@@ -1121,6 +1121,8 @@ void initTransportBindings(PyObject* module) {
       .def("adopt", &SharedSlots::adopt)
       .def("reclaim", &SharedSlots::reclaim)
       .def("reap_guests", &SharedSlots::reap_guests)
+      .def("end", &SharedSlots::end)
+      .def("is_ending", &SharedSlots::is_ending)
       .def(
           "trim_free_slots",
           [](SharedSlots& slots) {

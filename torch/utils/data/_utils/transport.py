@@ -11,7 +11,7 @@ it, in the order in which it happens:
   in front of the result queue, which packs every batch;
 - worker, ``default_collate``: :func:`typed_storage_new_shared` answers its request for shared memory;
 - main process, pin thread: :func:`unpack`;
-- main process, ``_shutdown_workers``: :func:`close`.
+- main process, ``_shutdown_workers``: :func:`closing` and :func:`close`.
 
 A batch that cannot travel in a slot (none is free, too large, no memory) goes the way of the base, with
 a note of the reason. No function here waits for anything.
@@ -24,7 +24,6 @@ import functools
 import io
 import itertools
 import multiprocessing
-import multiprocessing.synchronize
 import os
 import pickle
 import time
@@ -356,6 +355,13 @@ def worker_gone(iterator: Any, worker_id: int) -> None:
         made.gone.add(worker_id)
 
 
+def closing(iterator: Any) -> None:
+    """The workers of an iterator are to end."""
+    made = getattr(iterator, "_transport", None)
+    if made is not None:
+        made.slots.end()
+
+
 def close(iterator: Any) -> None:
     """The workers of an iterator are gone: gives memory back that no batch uses."""
     made = getattr(iterator, "_transport", None)
@@ -484,6 +490,7 @@ def _unpack(key: int, message: bytes, waiting: int) -> tuple[Any, bool]:
 # ---- the worker
 
 _packer: Any = None
+_slots: Any = None
 """Of this process, if it is a worker with slots."""
 _collating = False
 """Whether a batch is being collated. What a data set collates for itself, perhaps to keep it, is no
@@ -587,12 +594,12 @@ class _WorkerQueue:
 
 def enter_worker(queue: Any, collate_fn: Any, worker_id: int) -> Any:
     """The result queue that a worker is to use."""
-    global _packer
-    _packer = None
+    global _packer, _slots
+    _packer = _slots = None
     if not isinstance(collate_fn, _Carrier) or not collate_fn.slots.adopt(worker_id + 1):
         return queue
     packing = _WorkerQueue(queue, collate_fn.key, collate_fn.slots)
-    _packer = packing._packer
+    _packer, _slots = packing._packer, collate_fn.slots
     return packing
 
 
@@ -631,30 +638,23 @@ def own_collate_fn(collate_fn: Any) -> Any:
 
 
 class _Done:
-    """An event of :mod:`multiprocessing`, for the process that asks whether it is set.
+    """The event by which the main process ends its workers, as a worker asks for it.
 
     The event's own ``is_set`` takes a lock that all processes share. A worker that is killed in there
     leaves it taken, and then neither the other workers can ask nor can the main process set the event.
     """
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, slots: Any) -> None:
         self._event = event
-        self._is_zero = event._flag._semlock._is_zero
+        self.is_set: Callable[[], bool] = slots.is_ending
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._event, name)
 
-    def is_set(self) -> bool:
-        return not self._is_zero()
-
 
 def own_done_event(done_event: Any) -> Any:
     """The event that a worker is to ask whether it is to end."""
-    if _packer is None or type(done_event) is not multiprocessing.synchronize.Event:
-        return done_event
-    with contextlib.suppress(AttributeError):
-        return _Done(done_event)
-    return done_event
+    return done_event if _slots is None else _Done(done_event, _slots)
 
 
 def typed_storage_new_shared(base: Callable[..., Any]) -> Callable[..., Any]:
