@@ -151,13 +151,6 @@ SEAMS: Final = (
     ),
     Seam(
         f"{_DATALOADER}:_MultiProcessingDataLoaderIter._shutdown_workers",
-        "start",
-        f"{_TRANSPORT}:closing",
-        ("self",),
-        "tells the workers to end in a way that none of them can block",
-    ),
-    Seam(
-        f"{_DATALOADER}:_MultiProcessingDataLoaderIter._shutdown_workers",
         "end",
         f"{_TRANSPORT}:close",
         ("self",),

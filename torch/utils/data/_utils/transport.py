@@ -11,7 +11,7 @@ it, in the order in which it happens:
   in front of the result queue, which packs every batch;
 - worker, ``default_collate``: :func:`typed_storage_new_shared` answers its request for shared memory;
 - main process, pin thread: :func:`unpack`;
-- main process, ``_shutdown_workers``: :func:`closing` and :func:`close`.
+- main process, ``_shutdown_workers``: :func:`close`.
 
 A batch that cannot travel in a slot (none is free, too large, no memory) goes the way of the base, with
 a note of the reason. No function here waits for anything.
@@ -24,6 +24,7 @@ import functools
 import io
 import itertools
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import pickle
 import time
@@ -275,6 +276,35 @@ _keys: Final = itertools.count()
 _transports: Final[weakref.WeakValueDictionary[int, _Transport]] = weakref.WeakValueDictionary()
 
 
+class _Done:
+    """The event by which the main process ends its workers, on both sides.
+
+    ``is_set`` of the event itself takes a lock that all processes share. A worker that is killed in there
+    leaves it taken, and then neither the other workers can ask nor can the main process set the event.
+    """
+
+    def __init__(self, event: Any, slots: Any) -> None:
+        self._event = event
+        self._slots = slots
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+    def set(self) -> None:
+        self._slots.end()
+        self._event.set()
+
+    def is_set(self) -> bool:
+        # Should the main process have set the event alone: when it asks so itself it unsets the event
+        # for a moment, so that this by itself would not do.
+        return self._slots.is_ending() or not self._event._flag._semlock._is_zero()
+
+
+def _done(event: Any, slots: Any) -> Any:
+    usual = type(event) is multiprocessing.synchronize.Event
+    return _Done(event, slots) if usual and hasattr(event, "_flag") else event
+
+
 class _Carrier:
     """A collate function with slots behind it, on its way to a worker.
 
@@ -333,8 +363,10 @@ def prepare(iterator: Any, loader: Any) -> None:
 
 
 def before_first_indices(iterator: Any) -> None:
-    """An epoch begins: from the first on, indices go to the workers without a thread for each."""
-    if getattr(iterator, "_transport", None) is not None:
+    """An epoch begins: from the first on, what goes to the workers needs neither thread nor lock."""
+    made = getattr(iterator, "_transport", None)
+    if made is not None:
+        iterator._workers_done_event = _done(iterator._workers_done_event, made.slots)
         iterator._index_queues = [
             queue if isinstance(queue, DirectQueue) else DirectQueue(queue, ordered=True)
             for queue in iterator._index_queues
@@ -353,13 +385,6 @@ def worker_gone(iterator: Any, worker_id: int) -> None:
     made = getattr(iterator, "_transport", None)
     if made is not None:
         made.gone.add(worker_id)
-
-
-def closing(iterator: Any) -> None:
-    """The workers of an iterator are to end."""
-    made = getattr(iterator, "_transport", None)
-    if made is not None:
-        made.slots.end()
 
 
 def close(iterator: Any) -> None:
@@ -637,24 +662,9 @@ def own_collate_fn(collate_fn: Any) -> Any:
     return marked
 
 
-class _Done:
-    """The event by which the main process ends its workers, as a worker asks for it.
-
-    The event's own ``is_set`` takes a lock that all processes share. A worker that is killed in there
-    leaves it taken, and then neither the other workers can ask nor can the main process set the event.
-    """
-
-    def __init__(self, event: Any, slots: Any) -> None:
-        self._event = event
-        self.is_set: Callable[[], bool] = slots.is_ending
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._event, name)
-
-
 def own_done_event(done_event: Any) -> Any:
     """The event that a worker is to ask whether it is to end."""
-    return done_event if _slots is None else _Done(done_event, _slots)
+    return done_event if _slots is None else _done(done_event, _slots)
 
 
 def typed_storage_new_shared(base: Callable[..., Any]) -> Callable[..., Any]:
