@@ -7,11 +7,12 @@ import multiprocessing.queues
 import queue
 import select
 import threading
+import time
 from typing import Any
 
 import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.direct_queue import DirectQueue
 
 SMALL: Any = (1, [2, 3])
@@ -20,6 +21,18 @@ LARGE: Any = (4, b"x" * 100_000)
 
 def feeders() -> int:
     return sum(thread.name == "QueueFeederThread" for thread in threading.enumerate())
+
+
+class Slow:
+    """A message that does not fit into the pipe at once and takes long to pickle in the queue's thread."""
+
+    def __init__(self, number: int, _: bytes = b"") -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return Slow, (self.number, b"x" * 5000)
 
 
 class DirectQueueTest(TestCase):
@@ -48,13 +61,25 @@ class DirectQueueTest(TestCase):
             direct.put(item)
         self.assertEqual(self._take(len(sent)), sent)
 
-    def test_small_ones_may_overtake_where_order_is_of_no_concern(self) -> None:
-        direct = DirectQueue(self.queue, ordered=False)
+    def test_order_is_kept_behind_what_the_thread_is_still_at(self) -> None:
+        """It is out of the queue's buffer by then, and the pipe is free."""
+        direct = DirectQueue(self.queue)
+        sent = [Slow(0), SMALL, Slow(1), SMALL]
+        for item in sent:
+            direct.put(item)
+            # Long enough for the thread to have begun, and not to be done.
+            time.sleep(0.1)
+        self.assertEqual([type(item) for item in self._take(4)], [Slow, tuple, Slow, tuple])
+
+    def test_thread_that_is_done_is_not_used_again(self) -> None:
+        direct = DirectQueue(self.queue)
         direct.put(LARGE)
         self.assertEqual(self._take(1), [LARGE])
-        direct.put(SMALL)
-        self.assertTrue(direct.put_at_once(SMALL))
-        self.assertEqual(self._take(2), [SMALL, SMALL])
+        deadline = time.monotonic() + 30
+        while not direct.put_at_once(SMALL):
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.001)
+        self.assertEqual(self._take(1), [SMALL])
 
     def test_full_pipe_is_not_waited_for(self) -> None:
         direct = DirectQueue(self.queue)
@@ -126,7 +151,45 @@ class Numbers(Dataset[Any]):
         return torch.full((3,), float(index))
 
 
+class SlowStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        info: Any = torch.utils.data.get_worker_info()
+        return map(Slow, range(info.id, 10, info.num_workers))
+
+
+class SlowNumbers(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return Slow(index)
+
+
 class LoaderTest(TestCase):
+    def test_last_batch_arrives_before_the_end_of_its_worker(self) -> None:
+        loader: Any = DataLoader(
+            SlowStream(), batch_size=2, num_workers=2, pin_memory=True, collate_fn=list
+        )
+        found = sorted(sample.number for batch in loader for sample in batch)
+        self.assertEqual(found, list(range(10)))
+
+    def test_no_batch_of_an_epoch_that_was_left_arrives_in_the_next(self) -> None:
+        epochs = iter([range(0, 8), range(10, 18)])
+
+        class EpochSampler(Sampler[int]):
+            def __iter__(self) -> Any:
+                return iter(next(epochs))
+
+        loader: Any = DataLoader(
+            SlowNumbers(),
+            sampler=EpochSampler(),
+            batch_size=2,
+            num_workers=2,
+            pin_memory=True,
+            persistent_workers=True,
+            collate_fn=list,
+        )
+        self.assertEqual([sample.number for sample in next(iter(loader))], [0, 1])
+        found = [sample.number for batch in loader for sample in batch]
+        self.assertEqual(found, list(range(10, 18)))
+
     def test_no_thread_writes_indices(self) -> None:
         before = feeders()
         loader = DataLoader(

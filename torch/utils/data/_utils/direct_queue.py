@@ -19,26 +19,35 @@ __all__ = ["DirectQueue"]
 
 _AT_ONCE: Final = select.PIPE_BUF - 4
 """Bytes of a message, less those of the length that goes before it."""
-_PARTS: Final = ("_closed", "_reader", "_rlock", "_sem", "_wlock", "_writer")
+_PARTS: Final = (
+    "_buffer",
+    "_closed",
+    "_notempty",
+    "_reader",
+    "_rlock",
+    "_sem",
+    "_thread",
+    "_wlock",
+    "_writer",
+)
 
 
 class DirectQueue:
     """A queue of :mod:`multiprocessing`, in one of its processes; all but ``put`` and ``get`` is its own.
 
+    What is put arrives in that order, also where some of it went to the queue's thread: a worker's notice
+    that its data set is exhausted makes the DataLoader forget the batches that have not arrived.
+
     Args:
         queue: the queue. One of another class, or of a Python that makes them in another way, is used as
             it is.
-        ordered: whether what is put must arrive in that order. If so, once a message has gone to the
-            queue's thread all later ones do.
     """
 
-    def __init__(self, queue: Any, ordered: bool = True) -> None:
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self._ordered = ordered
         self._usual = type(queue) is multiprocessing.queues.Queue and all(
             hasattr(queue, part) for part in _PARTS
         )
-        self._direct = self._usual
         self._writable = select.poll()
         self._readable = select.poll()
         if self._usual:
@@ -49,11 +58,17 @@ class DirectQueue:
         return getattr(self._queue, name)
 
     def put(self, item: Any) -> None:
-        if self._direct:
-            if self.put_at_once(item):
-                return
-            self._direct = not self._ordered
-        self._queue.put(item)
+        if not self.put_at_once(item):
+            self._queue.put(item)
+
+    def _all_written(self) -> bool:
+        """Whether the queue's thread has written all that was left to it."""
+        queue = self._queue
+        if queue._thread is None:
+            return True
+        with queue._notempty:
+            # It waits for more only when it is done with what it took out last.
+            return not queue._buffer and bool(getattr(queue._notempty, "_waiters", None))
 
     def get(self, timeout: float) -> Any:
         """As ``get`` of the queue; ``timeout`` in seconds."""
@@ -74,7 +89,7 @@ class DirectQueue:
     def put_at_once(self, item: Any) -> bool:
         """Puts the item, unless that would take waiting or a thread; says whether it has."""
         target = self._queue
-        if not self._usual or target._closed:
+        if not self._usual or target._closed or not self._all_written():
             return False
         try:
             message = ForkingPickler.dumps(item)

@@ -368,7 +368,7 @@ def before_first_indices(iterator: Any) -> None:
     if made is not None:
         iterator._workers_done_event = _done(iterator._workers_done_event, made.slots)
         iterator._index_queues = [
-            queue if isinstance(queue, DirectQueue) else DirectQueue(queue, ordered=True)
+            queue if isinstance(queue, DirectQueue) else DirectQueue(queue)
             for queue in iterator._index_queues
         ]
 
@@ -560,8 +560,7 @@ class _WorkerQueue:
     """The result queue of a worker; what is put into it is packed first."""
 
     def __init__(self, queue: Any, key: int, slots: Any) -> None:
-        # Batches may overtake each other: the main process knows them by number.
-        self._queue = DirectQueue(queue, ordered=False)
+        self._queue = DirectQueue(queue)
         self._key = key
         self._packer = _C._Packer(slots)
         try:
