@@ -23,6 +23,7 @@ CASES = [
     "worker_keeps",
     "choice",
     "memory",
+    "trim_to",
     "bound",
     "no_memory",
     "limits",

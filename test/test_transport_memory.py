@@ -148,7 +148,7 @@ def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
 @each_mode
 def test_a_slow_loop_holds_no_slots_beside_its_pinned_batches(mode: str) -> None:
     iterator = iter(
-        loader_of(Images(2000, 128), mode, batch_size=8, num_workers=2, prefetch_factor=2)
+        loader_of(Images(2000, 384), mode, batch_size=8, num_workers=2, prefetch_factor=2)
     )
     made = iterator._transport
     resident = []

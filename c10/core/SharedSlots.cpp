@@ -840,6 +840,44 @@ uint64_t SharedSlots::trim_free_slots(uint64_t keep) noexcept {
   return given_back;
 }
 
+uint64_t SharedSlots::trim_to(uint32_t slots, uint64_t bytes) noexcept {
+  if (participant() != 0) {
+    return 0;
+  }
+  uint64_t given_back = 0;
+  uint64_t looked_at[kMaxSlots / 64] = {};
+  for (;;) {
+    uint32_t resident_slots = 0;
+    uint64_t resident = 0;
+    uint32_t first = kNobody;
+    uint64_t freed_at = 0;
+    for (uint32_t i = 0; i < shared_->slots; ++i) {
+      const uint64_t size = resident_bytes(i);
+      if (size == 0) {
+        continue;
+      }
+      ++resident_slots;
+      resident += size;
+      SlotState& slot = shared_->slot(i);
+      const uint64_t freed = slot.freed_at.load(std::memory_order_relaxed);
+      if (state_of(slot.word.load(std::memory_order_relaxed)) == kFree &&
+          ((looked_at[i / 64] >> (i % 64)) & 1) == 0 &&
+          (first == kNobody || freed < freed_at)) {
+        first = i;
+        freed_at = freed;
+      }
+    }
+    if (first == kNobody || resident_slots <= slots || resident <= bytes) {
+      return given_back;
+    }
+    looked_at[first / 64] |= uint64_t{1} << (first % 64);
+    if (take_unused(first)) {
+      given_back += trim(first, 0);
+      put_back(first);
+    }
+  }
+}
+
 void SharedSlots::set_pinned_extent(uint32_t slot, uint64_t bytes) noexcept {
   shared_->slot(slot).pinned.store(bytes, std::memory_order_release);
 }
@@ -889,14 +927,6 @@ uint32_t SharedSlots::participant() const noexcept {
 
 int SharedSlots::fd() const noexcept {
   return mapping_->fd();
-}
-
-uint32_t SharedSlots::resident_slots() const noexcept {
-  uint32_t result = 0;
-  for (uint32_t i = 0; i < shared_->slots; ++i) {
-    result += resident_bytes(i) != 0 ? 1 : 0;
-  }
-  return result;
 }
 
 SharedSlotsStats SharedSlots::stats() const noexcept {

@@ -198,6 +198,9 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   uint64_t trim(uint32_t slot, uint64_t keep) noexcept;
   // Main: trims every slot that nobody uses, for the end of an epoch.
   uint64_t trim_free_slots(uint64_t keep = 0) noexcept;
+  // Main: trims slots that nobody uses, the one that was freed first before the
+  // others, until at most `slots` exist in memory or all have `bytes` together.
+  uint64_t trim_to(uint32_t slots, uint64_t bytes) noexcept;
 
   // How much of the slot, from its start, the caller has page-locked. Written
   // by main; the locking itself is the caller's business.
@@ -210,8 +213,6 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   uint32_t slot_of(const void* address) const noexcept;
   // Bytes of the slot that exist in memory.
   uint64_t resident_bytes(uint32_t slot) const noexcept;
-  // How many slots exist in memory.
-  uint32_t resident_slots() const noexcept;
   bool in_use(uint32_t slot) const noexcept;
   // Whether a participant other than main holds the slot.
   bool held_by_others(uint32_t slot) const noexcept;

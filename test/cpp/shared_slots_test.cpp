@@ -253,6 +253,44 @@ void test_memory_appears_when_touched_and_can_be_given_back() {
   CHECK(data != nullptr && *static_cast<char*>(data) == 0);
 }
 
+void test_free_slots_are_trimmed_down_to_a_number() {
+  auto main = make(1, 8, 64 * kMiB);
+  auto worker = main->view_as(1);
+  std::vector<SlotTicket> tickets;
+  for (int i = 0; i < 4; ++i) {
+    SlotClaim claim = worker->try_claim();
+    CHECK(claim.reserve(2 * kMiB) != nullptr);
+    tickets.push_back(claim.commit());
+    CHECK(main->take(tickets.back()));
+  }
+  // In use, all of them.
+  CHECK(main->trim_to(1, 0) == 0);
+  for (int i : {2, 0, 3}) {
+    main->put_back(tickets[i].slot);
+  }
+  CHECK(main->trim_to(4, 0) == 0);
+  CHECK(main->trim_to(1, 8 * kMiB) == 0);
+  CHECK(main->trim_to(1, 7 * kMiB) == 2 * kMiB);
+  // The one that was free for longest.
+  CHECK(main->resident_bytes(tickets[2].slot) == 0);
+  CHECK(main->trim_to(2, 0) == 2 * kMiB);
+  CHECK(main->resident_bytes(tickets[0].slot) == 0);
+  CHECK(main->trim_to(0, 0) == 2 * kMiB);
+  CHECK(main->resident_bytes(tickets[1].slot) == 2 * kMiB);
+  CHECK(worker->trim_to(0, 0) == 0);
+  // A slot that the worker's own data set keeps is free, but not unused.
+  SlotClaim claim = worker->try_claim();
+  CHECK(claim.reserve(kMiB) != nullptr);
+  SlotHold hold;
+  const uint32_t slot = claim.slot();
+  CHECK(worker->retain(slot, 1, &hold));
+  CHECK(main->take(claim.commit()));
+  main->put_back(slot);
+  CHECK(main->trim_to(0, 0) == 0);
+  worker->release(hold);
+  CHECK(main->trim_to(0, 0) == kMiB);
+}
+
 void test_bound_on_resident_bytes() {
   auto main = make(2, 4, 64 * kMiB, 10 * kMiB);
   auto worker = main->view_as(1);
@@ -972,6 +1010,7 @@ int main(int argc, char** argv) {
       {"worker_keeps", test_a_worker_that_keeps_memory_keeps_the_slot},
       {"choice", test_choice_of_a_slot},
       {"memory", test_memory_appears_when_touched_and_can_be_given_back},
+      {"trim_to", test_free_slots_are_trimmed_down_to_a_number},
       {"bound", test_bound_on_resident_bytes},
       {"no_memory", test_no_memory_is_an_error_return},
       {"limits", test_limits_of_the_process},

@@ -860,18 +860,12 @@ Delivery choose(
                                                  : Delivery::LockRefused;
 }
 
-// After a copy at most `most_slots` keep their memory, if nobody reads this one
-// any more. Where the loop is slow, the batches that wait for it are in pinned
-// memory already; with a slot kept for each of them too, more would be held
-// than in stock PyTorch, where the worker's memory of a batch ends with it.
-//
 // (objects in the order of the pickle, pickle, others, stock tensors, bytes,
 // bytes that the accelerator refused to pin, delivery)
 py::tuple unpack(
     const std::shared_ptr<SharedSlots>& slots,
     const std::shared_ptr<at::pin::PinnedSlots>& pinned,
     const py::bytes& text,
-    uint32_t most_slots,
     const py::object& make_array) {
   Unpacker unpacker(slots, std::string_view(text));
   const Message& message = unpacker.message();
@@ -927,11 +921,6 @@ py::tuple unpack(
     copyArrays(unpacker.received, make_array);
   }
   auto body = unpacker.body();
-  if (delivery != Delivery::InPlace && slots->resident_slots() > most_slots &&
-      !slots->held_by_others(slot)) {
-    py::gil_scoped_release noGil;
-    slots->trim(slot, 0);
-  }
   unpacker.putBack();
   return py::make_tuple(
       wrapped(unpacker.received),
@@ -1128,6 +1117,12 @@ void initTransportBindings(PyObject* module) {
           [](SharedSlots& slots) {
             py::gil_scoped_release noGil;
             return slots.trim_free_slots();
+          })
+      .def(
+          "trim_to",
+          [](SharedSlots& shared, uint32_t slots, uint64_t bytes) {
+            py::gil_scoped_release noGil;
+            return shared.trim_to(slots, bytes);
           })
       .def("fd", &SharedSlots::fd)
       .def("stats", &statsOf);

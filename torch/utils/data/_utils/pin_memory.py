@@ -427,7 +427,7 @@ def _one_item(
         retired = refusals = None
         waited, owner = time.perf_counter() - began, transport.owner(data)
         try:
-            data, whole = transport.unpack(data, out_queue.qsize())
+            data, whole = transport.unpack(data, out_queue.qsize)
             began = time.perf_counter()
             if not whole:
                 # The walk lets go of the originals before they are freed: the assignment drops the

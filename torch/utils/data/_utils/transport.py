@@ -49,6 +49,8 @@ _ATTRIBUTE: Final = "transport"
 _DEFAULT: Final = "auto"
 
 _MAX_SLOT_BYTES: Final = 8 << 30
+_FEW_BYTES: Final = 16 << 20
+"""Free slots that have no more together are kept, however many batches are pinned."""
 _MAX_REFUSALS: Final = 3
 """After so many page-locks that were refused an iterator goes on in copy mode."""
 
@@ -460,14 +462,14 @@ def owner(data: Any) -> _Transport | None:
     return _transports.get(data[1]) if _kind(data) in (_IN_SLOT, _STOCK_WAY) else None
 
 
-def unpack(data: Any, waiting: int) -> tuple[Any, bool]:
+def unpack(data: Any, waiting: Callable[[], int]) -> tuple[Any, bool]:
     """The batch behind what came out of the workers' queue, and whether it is pinned as a whole.
 
     Whole means that there is nothing in it but plain data and tensors that are pinned already.
 
     Args:
         data: what a worker put into the queue.
-        waiting: batches that are pinned and that the training loop has not taken yet.
+        waiting: says how many batches are pinned that the training loop has not taken yet.
 
     Raises:
         Exception: whatever unpickling the user's objects raises.
@@ -490,21 +492,25 @@ def _make_array(sizes: tuple[int, ...], dtype: str, fortran: bool) -> tuple[Any,
     return array, array.__array_interface__["data"][0]
 
 
-def _unpack(key: int, message: bytes, waiting: int) -> tuple[Any, bool]:
+def _unpack(key: int, message: bytes, waiting: Callable[[], int]) -> tuple[Any, bool]:
     made = _transports.get(key)
     if made is None:
         raise RuntimeError("a batch arrived after the slots of its iterator were gone")
     if made.pinned is None and made.why_copy is None:
         made.choose()
     begin = time.perf_counter()
-    most_slots = max(made.under_way - waiting, 1)
     objects, body, others, stock, size, refused, delivery = _C._unpack(
-        made.slots, made.pinned, message, most_slots, _make_array
+        made.slots, made.pinned, message, _make_array
     )
     data = pickle.loads(body, buffers=objects)
     # The list has a reference to everything in the batch.
     del objects
     made.count(size, stock, refused, delivery, time.perf_counter() - begin)
+    if delivery != _IN_PLACE:
+        # Where the loop is slow, the batches that wait for it are in pinned memory. With a slot kept for
+        # each as well, more would be held than in stock PyTorch, where the worker's memory of a batch
+        # ends with it. A loop that is not slow has taken the last one meanwhile.
+        made.slots.trim_to(max(made.under_way - waiting(), 1), _FEW_BYTES)
     if made.gone:
         made.clear_gone()
     # Processes forked meanwhile, such as the workers of another loader, keep what they inherited.
