@@ -108,9 +108,8 @@ class Gated:
         return batch
 
 
-@on_refdev
-@pytest.mark.skipif(not HAS_REPORTS, reason="in place mode needs PyTorch 2.8")
-def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
+def one_slot_too_many() -> bool:
+    """Whether that could be tried."""
     gated = Gated()
     iterator = iter(
         loader_of(Images(200), "in_place", batch_size=4, collate_fn=gated, num_workers=1)
@@ -134,6 +133,8 @@ def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
     gated.open.set()
     check_images(next(iterator))
     batch = next(iterator)
+    if "kept_by_worker" in made.stats.copied_instead:
+        return False
     assert made.stats.copied_instead == {"enough_locked": 1}
     assert made.pinned.locked_bytes() == locked
     assert batch[0].is_pinned()
@@ -143,6 +144,17 @@ def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
     check_images(batch)
     assert made.pinned.locked_bytes() == locked
     assert made.stats.in_place > before
+    return True
+
+
+@on_refdev
+@pytest.mark.skipif(not HAS_REPORTS, reason="in place mode needs PyTorch 2.8")
+def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
+    # A worker that lost its processor before it let go of a batch changes which slots are locked.
+    for _ in range(10):
+        if one_slot_too_many():
+            return
+    raise AssertionError("a worker was late each time")
 
 
 @each_mode

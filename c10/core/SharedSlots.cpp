@@ -861,6 +861,7 @@ uint64_t SharedSlots::trim_to(uint32_t slots, uint64_t bytes) noexcept {
       SlotState& slot = shared_->slot(i);
       const uint64_t freed = slot.freed_at.load(std::memory_order_relaxed);
       if (state_of(slot.word.load(std::memory_order_relaxed)) == kFree &&
+          size > round_up(pinned_extent(i), kGrowGranule) &&
           ((looked_at[i / 64] >> (i % 64)) & 1) == 0 &&
           (first == kNobody || freed < freed_at)) {
         first = i;
