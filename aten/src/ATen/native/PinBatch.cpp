@@ -5,8 +5,8 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/HostMemory.h>
 #include <ATen/HostMemoryHooks.h>
-#include <ATen/Parallel.h>
 #include <ATen/PinTarget.h>
+#include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/SizeClass.h>
@@ -50,8 +50,8 @@ constexpr size_t kSparseSpan = 4;
 constexpr size_t kSmallLeaf = size_t{4} << 10;
 constexpr size_t kSmallLeavesAtOnce = 64;
 
-// Worth the threads of the calling thread's operators.
-constexpr size_t kParallelBytes = size_t{1} << 20;
+// Worth the operator that copies tensors.
+constexpr size_t kOperatorBytes = size_t{1} << 20;
 
 // Each thread must have this much to copy to be worth being started.
 constexpr size_t kBytesPerThread = size_t{2} << 20;
@@ -306,19 +306,6 @@ class BatchPinner {
       const c10::Storage& to,
       int64_t at) {
     const auto& from = leaf.source->unsafe_storage();
-    const auto size = static_cast<int64_t>(extent.size());
-    if (extent.size() >= kParallelBytes && at::get_num_threads() > 1) {
-      // In the pin thread there is one, so that the training loop keeps its
-      // cores.
-      plainTensor(to, caffe2::TypeMeta::Make<uint8_t>(), {size}, {1}, at)
-          .copy_(plainTensor(
-              from,
-              caffe2::TypeMeta::Make<uint8_t>(),
-              {size},
-              {1},
-              static_cast<int64_t>(extent.begin)));
-      return;
-    }
     copyBytes(
         static_cast<char*>(to.mutable_data()) + at,
         static_cast<const char*>(from.data()) + extent.begin,
@@ -606,12 +593,55 @@ int copyThreads() noexcept {
   return threadsOfCopies.load(std::memory_order_relaxed);
 }
 
+namespace {
+
+// The operator that copies tensors, in its fastest type: on some processors a
+// few per cent faster than memcpy() (measured: 3 to 7 on one with AVX-512), and
+// it takes the threads of the calling thread's operators. In the pin thread
+// that is one, so that the training loop keeps its cores.
+void copyLarge(char* to, const char* from, size_t bytes) noexcept {
+  using Word = int64_t;
+  const auto isAligned = [](const char* at) {
+    return reinterpret_cast<uintptr_t>(at) % alignof(Word) == 0;
+  };
+  size_t done = 0;
+  if (bytes >= kOperatorBytes && isAligned(to) && isAligned(from)) {
+    const size_t whole = bytes - bytes % sizeof(Word);
+    const auto words = [whole](void* data) {
+      return plainTensor(
+          c10::Storage(
+              c10::Storage::use_byte_size_t(),
+              whole,
+              c10::DataPtr(data, c10::Device(c10::kCPU))),
+          caffe2::TypeMeta::Make<Word>(),
+          {static_cast<int64_t>(whole / sizeof(Word))},
+          {1},
+          0);
+    };
+    try {
+      auto target = words(to);
+      // Past modes and everything else that is meant for the user's tensors.
+      at::_ops::copy_::redispatch(
+          c10::DispatchKeySet(c10::DispatchKey::CPU),
+          target,
+          words(const_cast<char*>(from)),
+          /*non_blocking=*/false);
+      done = whole;
+    } catch (const std::exception&) {
+      // Without memory for a tensor it is copied as bytes.
+    }
+  }
+  std::memcpy(to + done, from + done, bytes - done);
+}
+
+} // namespace
+
 void copyBytes(void* to, const void* from, size_t bytes) noexcept {
   const auto parts = std::min(
       static_cast<size_t>(copyThreads()),
       std::max<size_t>(bytes / kBytesPerThread, 1));
   if (parts < 2) {
-    std::memcpy(to, from, bytes);
+    copyLarge(static_cast<char*>(to), static_cast<const char*>(from), bytes);
     return;
   }
   // Whole pages, so that no two threads fault in the same one.

@@ -81,7 +81,7 @@ Refusals pinLeaves(
 void setCopyThreads(int threads);
 int copyThreads() noexcept;
 
-// memcpy() by copyThreads() threads, where there is enough to copy. The threads
+// As memcpy(); by copyThreads() threads, where there is enough to copy. These
 // live for this call only: a pool would have to survive fork(), and OpenMP's
 // keep their cores busy for a while after they have finished.
 void copyBytes(void* to, const void* from, size_t bytes) noexcept;

@@ -235,6 +235,7 @@ class _Transport:
         self.pinned: Any = None
         self.why_copy: str | None = "mode" if mode == "copy" else None
         self.refusals = 0
+        self.loop_waits = False
         self.next_began = 0.0
         self.next_ended: float | None = None
         self.stats = Stats()
@@ -430,6 +431,7 @@ def next_begins(iterator: Any) -> None:
     made = getattr(iterator, "_transport", None)
     if made is None:
         return
+    made.loop_waits = True
     made.next_began = time.perf_counter()
     if made.next_ended is not None:
         seconds = made.next_began - made.next_ended
@@ -444,6 +446,7 @@ def next_ends(iterator: Any) -> None:
     made = getattr(iterator, "_transport", None)
     if made is None:
         return
+    made.loop_waits = False
     made.next_ended = time.perf_counter()
     seconds = made.next_ended - made.next_began
     made.stats.loop_wait_seconds += seconds
@@ -509,8 +512,9 @@ def _unpack(key: int, message: bytes, waiting: Callable[[], int]) -> tuple[Any, 
     if delivery != _IN_PLACE:
         # Where the loop is slow, the batches that wait for it are in pinned memory. With a slot kept for
         # each as well, more would be held than in stock PyTorch, where the worker's memory of a batch
-        # ends with it. A loop that is not slow has taken the last one meanwhile.
-        made.slots.trim_to(max(made.under_way - waiting(), 1), _FEW_BYTES)
+        # ends with it. A loop that is not slow has taken the last one meanwhile, or is about to.
+        pinned = waiting() - made.loop_waits
+        made.slots.trim_to(max(made.under_way - pinned, 1), _FEW_BYTES)
     if made.gone:
         made.clear_gone()
     # Processes forked meanwhile, such as the workers of another loader, keep what they inherited.
