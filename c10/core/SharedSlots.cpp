@@ -853,15 +853,16 @@ uint64_t SharedSlots::trim_to(uint32_t slots, uint64_t bytes) noexcept {
     uint64_t freed_at = 0;
     for (uint32_t i = 0; i < shared_->slots; ++i) {
       const uint64_t size = resident_bytes(i);
-      if (size == 0) {
+      SlotState& slot = shared_->slot(i);
+      const bool is_free =
+          state_of(slot.word.load(std::memory_order_acquire)) == kFree;
+      if (size == 0 || (is_free && has_holds(i))) {
         continue;
       }
       ++resident_slots;
       resident += size;
-      SlotState& slot = shared_->slot(i);
       const uint64_t freed = slot.freed_at.load(std::memory_order_relaxed);
-      if (state_of(slot.word.load(std::memory_order_relaxed)) == kFree &&
-          size > round_up(pinned_extent(i), kGrowGranule) &&
+      if (is_free && size > round_up(pinned_extent(i), kGrowGranule) &&
           ((looked_at[i / 64] >> (i % 64)) & 1) == 0 &&
           (first == kNobody || freed < freed_at)) {
         first = i;

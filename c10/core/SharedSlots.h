@@ -200,6 +200,7 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   uint64_t trim_free_slots(uint64_t keep = 0) noexcept;
   // Main: trims slots that nobody uses, the one that was freed first before the
   // others, until at most `slots` exist in memory or all have `bytes` together.
+  // What a worker's own data set keeps is not counted.
   uint64_t trim_to(uint32_t slots, uint64_t bytes) noexcept;
 
   // How much of the slot, from its start, the caller has page-locked. Written

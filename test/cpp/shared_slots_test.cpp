@@ -287,6 +287,13 @@ void test_free_slots_are_trimmed_down_to_a_number() {
   CHECK(main->take(claim.commit()));
   main->put_back(slot);
   CHECK(main->trim_to(0, 0) == 0);
+  SlotClaim other = worker->try_claim();
+  CHECK(other.slot() != slot && other.reserve(kMiB) != nullptr);
+  CHECK(main->take(other.commit()));
+  main->put_back(other.slot());
+  // The one in use above, and this one.
+  CHECK(main->trim_to(2, 0) == 0);
+  CHECK(main->trim_to(1, 0) == kMiB);
   worker->release(hold);
   CHECK(main->trim_to(0, 0) == kMiB);
 }
