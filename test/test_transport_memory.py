@@ -37,15 +37,13 @@ HELD = """
         return total
     def look():
         global locked, most
-        # The peaks are while batches are made and pinned: until nothing has been pinned for a while.
-        now = torch_refdev.counters()["locked_bytes"]
-        quiet = time.monotonic()
-        while time.monotonic() < quiet + 0.1:
+        # The peaks are while batches are made and pinned: until all that are under way are pinned.
+        deadline = time.monotonic() + 60
+        while iterator._data_queue.qsize() < iterator._tasks_outstanding:
+            assert time.monotonic() < deadline
             most = max(most, resident())
-            if torch_refdev.counters()["locked_bytes"] != now:
-                now = torch_refdev.counters()["locked_bytes"]
-                quiet = time.monotonic()
-        locked = max(locked, now)
+        most = max(most, resident())
+        locked = max(locked, torch_refdev.counters()["locked_bytes"])
     locked = most = 0
     kept = []
     iterator = iter(DataLoader(Large(), batch_size=8, num_workers=2, pin_memory=True))
@@ -69,7 +67,9 @@ LOOPS = {
     """,
 }
 REPORT = """
-    print(locked, most)
+    made = getattr(iterator, "_transport", None)
+    late = made.stats.copied_instead.get("kept_by_worker", 0) if made else 0
+    print(locked, most, late)
     sys.stdout.flush()
     os._exit(0)
 """
@@ -81,8 +81,13 @@ def test_no_more_is_locked_or_resident_than_in_stock(loop: str) -> None:
     script = HELD + LOOPS[loop] + REPORT
 
     def held(**environment: str) -> tuple[int, int]:
-        locked, most = run_script(script, ACCELERATOR, **environment).stdout.split()
-        return int(locked), int(most)
+        for _ in range(10):
+            report = run_script(script, ACCELERATOR, **environment).stdout
+            locked, most, late = map(int, report.split())
+            # A batch of a worker that lost its processor before it let go of it is copied.
+            if late == 0:
+                return locked, most
+        raise AssertionError("a worker was late each time")
 
     # Up to 2.6 the base's loader pins for CUDA only; what it sends is the same.
     stock = held(TORCHPIN="0") if BASE >= (2, 7) else held(TORCHPIN_TRANSPORT="off")

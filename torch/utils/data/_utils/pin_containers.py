@@ -565,6 +565,11 @@ def _is_the_same(found: Any, wanted: Any) -> bool:
                 and found.dtype is wanted.dtype
                 and found.shape == wanted.shape
                 and found.stride() == wanted.stride()
+                # One without elements has an address of 0, wherever its storage is.
+                and (
+                    found.numel() != 0
+                    or found.untyped_storage().data_ptr() == wanted.untyped_storage().data_ptr()
+                )
             )
     if kind is dict:
         return found.keys() == wanted.keys() and all(
