@@ -1351,6 +1351,15 @@ class TestTensors(TestCase):
         self.assertIsNone(leaf.grad)
         self.assertEqual(found.grad, torch.ones(3))
 
+    def test_views_take_no_more_than_their_base(self) -> None:
+        """Although each begins in a cache line of its own."""
+        base = torch.arange(46.0)
+        for gap in range(1, 36):
+            views = [base[:5], base[5 + gap : 10 + gap]]
+            found = pin_memory(views)
+            self.assertEqual(found, views)
+            self.assertLessEqual(found[0].untyped_storage().nbytes(), 4 * (10 + gap))
+
     def test_inference_tensor(self) -> None:
         with torch.inference_mode():
             tensor = torch.randn(3)

@@ -244,6 +244,18 @@ class KindsTest(TestCase):
     def _sent(self, batches: list[Any], mode: str, **options: Any) -> list[Any]:
         return through_worker(batches, mode, **options)[0]
 
+    def test_views_of_one_storage_stay_that_also_where_one_goes_the_stock_way(self) -> None:
+        base = torch.arange(160.0)
+        # So few elements of what it spans, or with a gradient, are for the base's reducer.
+        others = [base.as_strided((10,), (16,)), torch.nn.Parameter(base[20:40])]
+        batches = [pair for other in others for pair in ([base[:10], other], [other, base[:10]])]
+        for mode in MODES:
+            for sent, batch in zip(self._sent(batches, mode), batches, strict=True):
+                first, second = sent
+                self.assertEqual(first.untyped_storage()._cdata, second.untyped_storage()._cdata)
+                self.assertEqual(sent, batch)
+                self.assertTrue(first.is_pinned() and second.is_pinned())
+
     def test_awkward_leaves_come_out_as_stock_gives_them(self) -> None:
         batches = awkward()
         # What the queues of the base make of them.

@@ -229,7 +229,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
     if (!isPlain(tensor) ||
         (!without_room_.empty() &&
          without_room_.count(tensor.storage().unsafeGetStorageImpl()) != 0)) {
-      noteStockTensor();
+      noteStockTensor(tensor);
       return false;
     }
     tensors_.push_back(tensor);
@@ -242,9 +242,14 @@ class Packer : public std::enable_shared_from_this<Packer> {
     order_.push_back(Kind::Array);
   }
 
-  void noteStockTensor() {
+  void noteStockTensor(const at::Tensor& tensor) {
     ++message_.others;
     ++message_.stock_tensors;
+    const auto* impl = tensor.unsafeGetTensorImpl();
+    if (impl->has_storage()) {
+      stock_storages_.emplace(
+          impl->unsafe_storage().unsafeGetStorageImpl(), true);
+    }
   }
 
   void noteOther() {
@@ -258,8 +263,9 @@ class Packer : public std::enable_shared_from_this<Packer> {
   enum class Result { Done, Again, NoRoom };
 
   // Copies what is not in the slot yet and commits it. Done: `*message` is to
-  // be sent. Again: a part does not fit; pickle again, that part will go the
-  // stock way. NoRoom: send the whole batch the stock way. Without the GIL.
+  // be sent. Again: a part does not fit, or shares its storage with
+  // what goes the stock way; pickle again, that part will go the stock way.
+  // NoRoom: send the whole batch the stock way. Without the GIL.
   Result finish(std::string_view body, std::string* message) {
     std::lock_guard<std::mutex> guard(mutex_);
     if (!claim_) {
@@ -343,6 +349,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
     tensors_.clear();
     arrays_.clear();
     order_.clear();
+    stock_storages_.clear();
     message_ = Message();
   }
 
@@ -415,6 +422,13 @@ class Packer : public std::enable_shared_from_this<Packer> {
     std::vector<int64_t> regions;
     Result result = Result::Done;
     for (auto& group : groups) {
+      if (!stock_storages_.empty() &&
+          stock_storages_.count(group.storage) != 0) {
+        // All that share a storage go one way, or they would no longer.
+        without_room_.emplace(group.storage, true);
+        result = Result::Again;
+        continue;
+      }
       const auto* data = static_cast<const char*>(group.storage->data());
       uint64_t bytes = group.storage->nbytes();
       uint64_t offset = claim_.offset_of(data, bytes);
@@ -516,6 +530,8 @@ class Packer : public std::enable_shared_from_this<Packer> {
   std::vector<int64_t> words_;
   Message message_;
   ska::flat_hash_map<c10::StorageImpl*, bool> without_room_;
+  // Of tensors that the base's reducer has taken.
+  ska::flat_hash_map<c10::StorageImpl*, bool> stock_storages_;
 };
 
 // ---- The main process
@@ -1018,7 +1034,7 @@ PyObject* reduce(PyObject* state, PyObject* object) {
       return PyObject_CallMethod(object, "__reduce__", nullptr);
     }
   } else if (THPVariable_Check(object)) {
-    packer.noteStockTensor();
+    packer.noteStockTensor(THPVariable_Unpack(object));
   } else if (object != identity) {
     packer.noteOther();
   }

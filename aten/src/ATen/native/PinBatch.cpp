@@ -406,8 +406,11 @@ class BatchPinner {
       std::vector<Stretch> stretches;
       for (const auto i : byBegin) {
         // Stretches that touch become one, so that narrow() of one tensor and
-        // the next part of it stay neighbours.
-        if (stretches.empty() || extents[i].begin > stretches.back().from.end) {
+        // the next part of it stay neighbours; and those whose gap is less than
+        // what aligning the second may take.
+        if (stretches.empty() || extents[i].begin > stretches.back().from.end +
+                                                        kIntervalAlignment +
+                                                        kWidestElement) {
           stretches.push_back({extents[i], 0, {}});
         }
         auto& stretch = stretches.back();
