@@ -112,10 +112,10 @@ with torchpin.transport("in_place"):
         assert batch.is_pinned()
 stats = torchpin.stats(iterator)
 assert stats["batches"] == 4, stats
-# A batch that finds enough slots locked, since the loop is late, is copied instead.
-moved = stats["copied_instead"].get("enough_locked", 0)
-assert moved < 4, stats
-assert stats["in_place"] + moved == ({4 if BASE >= (2, 8) else 0}), stats
+# A batch that finds enough slots locked, or whose worker is late to let go of it, is copied instead.
+copied = sum(stats["copied_instead"].values())
+assert copied < 4, stats
+assert stats["in_place"] + copied == ({4 if BASE >= (2, 8) else 0}), stats
 """
 
 
