@@ -227,8 +227,8 @@ class Packer : public std::enable_shared_from_this<Packer> {
   // Notes a tensor; false if the base's reducer has to take it.
   bool note(const at::Tensor& tensor) {
     if (!isPlain(tensor) ||
-        (!without_room_.empty() &&
-         without_room_.count(tensor.storage().unsafeGetStorageImpl()) != 0)) {
+        (!stock_way_.empty() &&
+         stock_way_.count(tensor.storage().unsafeGetStorageImpl()) != 0)) {
       noteStockTensor(tensor);
       return false;
     }
@@ -247,8 +247,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
     ++message_.stock_tensors;
     const auto* impl = tensor.unsafeGetTensorImpl();
     if (impl->has_storage()) {
-      stock_storages_.emplace(
-          impl->unsafe_storage().unsafeGetStorageImpl(), true);
+      stock_way_.emplace(impl->unsafe_storage().unsafeGetStorageImpl(), true);
     }
   }
 
@@ -322,7 +321,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
   // Drops the references to what was noted. With the GIL.
   void forget() {
     clearNotes();
-    without_room_.clear();
+    stock_way_.clear();
   }
 
  private:
@@ -349,7 +348,6 @@ class Packer : public std::enable_shared_from_this<Packer> {
     tensors_.clear();
     arrays_.clear();
     order_.clear();
-    stock_storages_.clear();
     message_ = Message();
   }
 
@@ -422,10 +420,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
     std::vector<int64_t> regions;
     Result result = Result::Done;
     for (auto& group : groups) {
-      if (!stock_storages_.empty() &&
-          stock_storages_.count(group.storage) != 0) {
-        // All that share a storage go one way, or they would no longer.
-        without_room_.emplace(group.storage, true);
+      if (stock_way_.count(group.storage) != 0) {
         result = Result::Again;
         continue;
       }
@@ -440,7 +435,7 @@ class Packer : public std::enable_shared_from_this<Packer> {
         bytes = group.span.end - group.span.begin;
         void* place = claim_.reserve(bytes);
         if (place == nullptr) {
-          without_room_.emplace(group.storage, true);
+          stock_way_.emplace(group.storage, true);
           result = Result::Again;
           continue;
         }
@@ -529,9 +524,9 @@ class Packer : public std::enable_shared_from_this<Packer> {
   std::vector<Copy> copies_;
   std::vector<int64_t> words_;
   Message message_;
-  ska::flat_hash_map<c10::StorageImpl*, bool> without_room_;
-  // Of tensors that the base's reducer has taken.
-  ska::flat_hash_map<c10::StorageImpl*, bool> stock_storages_;
+  // Storages of which a tensor goes the stock way: then all do, or they would
+  // share it no longer.
+  ska::flat_hash_map<c10::StorageImpl*, bool> stock_way_;
 };
 
 // ---- The main process
