@@ -87,6 +87,21 @@ BASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed PyTorch."""
 
 
+def _driver() -> Any:
+    if ACCELERATOR == "refdev":
+        import torch_refdev
+
+        return torch_refdev
+    import cudart_on_cpu
+
+    return cudart_on_cpu if cudart_on_cpu.is_preloaded() else None
+
+
+DRIVER: Any = _driver()
+"""What can hold copies back, refuse to page-lock and count: ``torch_refdev``, or the module
+``cudart_on_cpu`` where that stands in for CUDA; None on a GPU."""
+
+
 def accelerator_module() -> Any:
     """``torch.cuda`` or ``torch.refdev``."""
     return getattr(torch, ACCELERATOR)

@@ -21,6 +21,7 @@ import torch
 import torchpin
 from common_pin import ACCELERATOR, BASE, run_script
 from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.utils.data._utils.pin_memory import pin_memory
 
 MIB = 1 << 20
 ON_REFDEV = ACCELERATOR == "refdev"
@@ -263,8 +264,15 @@ class RegisterTest(TestCase):
         with torchpin.register_host_memory(part):
             self.assertTrue(part.is_pinned())
             self.assertTrue(part[100:].is_pinned())
-            if ON_REFDEV:
-                self.assertFalse(whole.is_pinned())
+            self.assertFalse(whole.is_pinned())
+            self.assertIs(pin_memory(part), part)
+        # From the first byte on: a driver is asked about an address, not about a range.
+        with torchpin.register_host_memory(whole[:4096]):
+            self.assertTrue(whole[:4096].is_pinned())
+            self.assertFalse(whole.is_pinned() or whole[100:].is_pinned())
+            pinned = whole.pin_memory()
+            self.assertTrue(pinned.is_pinned())
+            self.assertNotEqual(pinned.data_ptr(), whole.data_ptr())
         self.assert_nothing_left()
 
     @unittest.skipIf(not ON_REFDEV, "only refdev counts calls of its driver")

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common_pin import ACCELERATOR, BASE, run_script
+from common_pin import ACCELERATOR, BASE, DRIVER, run_script
 from test_transport import HAS_REPORTS, MODES, Images, check_images, each_mode, loader_of
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.data import default_collate
 
-refdev: Any = pytest.importorskip("torch_refdev") if ACCELERATOR == "refdev" else None
-on_refdev = pytest.mark.skipif(refdev is None, reason="only refdev tells what is locked")
+told_what_is_locked = pytest.mark.skipif(DRIVER is None, reason="no driver of a GPU tells what is locked")
 
 # The training loop is slower than the workers, so that as many batches wait as may wait, in every run.
 HELD = """
-    import os, sys, time, torch, torch_refdev
+    import importlib, os, sys, time, torch
+    driver = importlib.import_module(os.environ["DRIVER"])
     from torch.utils.data import DataLoader, Dataset
     class Large(Dataset):
         def __len__(self): return 160
@@ -43,7 +43,7 @@ HELD = """
             assert time.monotonic() < deadline
             most = max(most, resident())
         most = max(most, resident())
-        locked = max(locked, torch_refdev.counters()["locked_bytes"])
+        locked = max(locked, driver.counters()["locked_bytes"])
     locked = most = 0
     kept = []
     iterator = iter(DataLoader(Large(), batch_size=8, num_workers=2, pin_memory=True))
@@ -75,14 +75,14 @@ REPORT = """
 """
 
 
-@on_refdev
+@told_what_is_locked
 @pytest.mark.parametrize("loop", LOOPS)
 def test_no_more_is_locked_or_resident_than_in_stock(loop: str) -> None:
     script = HELD + LOOPS[loop] + REPORT
 
     def held(**environment: str) -> tuple[int, int]:
         for _ in range(10):
-            report = run_script(script, ACCELERATOR, **environment).stdout
+            report = run_script(script, ACCELERATOR, DRIVER=DRIVER.__name__, **environment).stdout
             locked, most, late = map(int, report.split())
             # A batch of a worker that lost its processor before it let go of it is copied.
             if late == 0:
@@ -152,7 +152,7 @@ def one_slot_too_many() -> bool:
     return True
 
 
-@on_refdev
+@told_what_is_locked
 @pytest.mark.skipif(not HAS_REPORTS, reason="in place mode needs PyTorch 2.8")
 def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
     # A worker that lost its processor before it let go of a batch changes which slots are locked.
@@ -200,8 +200,8 @@ def state() -> dict[str, int]:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             found["resident"] = int(line.split()[1]) << 10
-    if refdev is not None:
-        found["locked"] = refdev.counters()["locked_bytes"]
+    if DRIVER is not None:
+        found["locked"] = DRIVER.counters()["locked_bytes"]
     return found
 
 

@@ -1234,10 +1234,15 @@ void a_driver_that_takes_any_range() {
   CHECK(driver.calls.size() == 3 && driver.calls[1].second == 20);
   CHECK(registry.touches(at(99), 2) && !registry.touches(at(99), 1));
   CHECK(registry.touches(at(169), 9) && !registry.touches(at(170), 9));
+  CHECK(registry.covers(at(100), 70) && !registry.covers(at(100), 71));
+  CHECK(!registry.covers(at(99), 2) && registry.covers(at(4000), 5000));
+  CHECK(registry.holds(at(169)) && !registry.holds(at(170)));
   CHECK(registry.unregister_range(at(100), 50));
   CHECK(driver.has(kArena + 125) && driver.has(kArena + 160));
+  CHECK(!registry.covers(at(100), 50) && registry.covers(at(120), 50));
   CHECK(registry.unregister_range(at(120), 50));
   CHECK(registry.unregister_range(at(4000), 5000));
+  CHECK(!registry.holds(at(4000)) && !registry.covers(at(4000), 1));
   CHECK(driver.locked.empty());
 }
 

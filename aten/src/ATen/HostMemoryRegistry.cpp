@@ -13,6 +13,10 @@ namespace {
 
 constexpr char kLockedPage = 0;
 
+bool made_of_pages(const HostMemoryLocker& locker) {
+  return locker.granularity % c10::size_class::kPage == 0;
+}
+
 std::string range_text(const void* ptr, size_t bytes) {
   char text[96];
   std::snprintf(text, sizeof(text), "%zu bytes at %p", bytes, ptr);
@@ -135,7 +139,9 @@ void HostMemoryRegistry::acquire_chunks(
       throw HostMemoryRefused(
           "the process was forked while it page-locked host memory");
     }
-    if (locked && unit % c10::size_class::kPage == 0) {
+    if (locked && !made_of_pages(*locker)) {
+      ++fine_chunks_;
+    } else if (locked) {
       try {
         pages_.insert(ptr, bytes, &kLockedPage);
       } catch (const std::bad_alloc&) {
@@ -184,8 +190,10 @@ void HostMemoryRegistry::release_chunks(
     auto* const ptr = reinterpret_cast<void*>(at);
     const size_t bytes = chunk.end - at;
     chunk.state = State::Unlocking;
-    if (chunk.locker->granularity % c10::size_class::kPage == 0) {
+    if (made_of_pages(*chunk.locker)) {
       pages_.erase(ptr, bytes);
+    } else {
+      --fine_chunks_;
     }
     lock.unlock();
     try {
@@ -229,8 +237,17 @@ bool HostMemoryRegistry::touches(const void* ptr, size_t bytes) const noexcept {
   return next != tables_.chunks.begin() && std::prev(next)->second.end > begin;
 }
 
+bool HostMemoryRegistry::may_hold(const void* ptr) const noexcept {
+  return pages_.find(ptr) != nullptr ||
+         fine_chunks_.load(std::memory_order_relaxed) != 0;
+}
+
+bool HostMemoryRegistry::holds(const void* ptr) const noexcept {
+  return may_hold(ptr) && touches(ptr, 1);
+}
+
 bool HostMemoryRegistry::covers(const void* ptr, size_t bytes) const noexcept {
-  if (bytes == 0 || pages_.find(ptr) == nullptr) {
+  if (bytes == 0 || !may_hold(ptr)) {
     return false;
   }
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
@@ -272,6 +289,7 @@ void HostMemoryRegistry::after_fork_in_child(void* self) noexcept {
   // parent may have been in the middle of them.
   new (&registry.tables_) Tables;
   registry.pages_.abandon();
+  registry.fine_chunks_ = 0;
   ++registry.epoch_;
 }
 

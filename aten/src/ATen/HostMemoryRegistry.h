@@ -31,6 +31,7 @@
 #include <c10/core/AtFork.h>
 #include <c10/core/PageMap.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -88,9 +89,12 @@ class HostMemoryRegistry {
 
   // Whether every byte of the range is registered, in one registration or
   // several. Takes no lock where the first page is not registered, which is the
-  // case of ordinary memory. Ranges of a driver with a granularity of 1 are not
-  // looked up here: ask that driver.
+  // case of ordinary memory, and a driver with a granularity of 1 has none.
   bool covers(const void* ptr, size_t bytes) const noexcept;
+
+  // Whether the byte at ptr is page-locked through here, registered or in a
+  // page with something that is. As cheap as covers().
+  bool holds(const void* ptr) const noexcept;
 
   // Ranges registered, and bytes locked for them.
   std::pair<size_t, size_t> totals() const noexcept;
@@ -140,6 +144,11 @@ class HostMemoryRegistry {
   mutable Tables tables_;
   // How many forks lie between here and the first process.
   uint64_t epoch_ = 0;
+  // Whether the byte at ptr may be in a locked chunk; takes no lock.
+  bool may_hold(const void* ptr) const noexcept;
+
+  // Chunks that are not made of pages.
+  std::atomic<size_t> fine_chunks_{0};
   // Pages of locked chunks; all entries are the same.
   c10::PageMap<const char> pages_;
   c10::AtForkInChild at_fork_; // last: see there

@@ -347,8 +347,13 @@ bool isPinned(const c10::StorageImpl& storage) {
   if (data == nullptr || !accelerator.has_value()) {
     return false;
   }
-  if (HostMemoryRegistry::instance().covers(data, storage.nbytes())) {
+  const auto& registry = HostMemoryRegistry::instance();
+  if (registry.covers(data, storage.nbytes())) {
     return true;
+  }
+  if (registry.holds(data)) {
+    // In part; the backend, asked about the first address, would say yes.
+    return false;
   }
   if (auto* supplied = suppliedHostAllocator(*accelerator)) {
     const auto* cache = dynamic_cast<HostMemoryCache*>(supplied);
@@ -387,6 +392,10 @@ bool isPinned(const c10::StorageImpl& storage) {
   }
   return at::globalContext().isPinnedPtr(const_cast<void*>(data));
 #endif
+}
+
+bool isPinned(const c10::StorageImpl& storage, const void* ptr, size_t bytes) {
+  return isPinned(storage) || HostMemoryRegistry::instance().covers(ptr, bytes);
 }
 
 } // namespace at::pin

@@ -66,4 +66,8 @@ PinTarget requirePinTarget();
 // nothing; any address inside a pinned block counts. Never throws.
 bool isPinned(const c10::StorageImpl& storage);
 
+// The same for some of its bytes: of memory that is page-locked in part, that
+// part is pinned.
+bool isPinned(const c10::StorageImpl& storage, const void* ptr, size_t bytes);
+
 } // namespace at::pin

@@ -259,8 +259,9 @@ def test_registering_leaks_nothing(backend: Backend) -> None:
 
     def rounds(count: int) -> None:
         for number in range(count):
-            with torchpin.register_host_memory(tensor[number % 7 :]):
-                tensor.to(backend.device(), non_blocking=True)
+            part = tensor[number % 7 :]
+            with torchpin.register_host_memory(part):
+                part.to(backend.device(), non_blocking=True)
             memory = torch.ones(_MIB // 4)
             torchpin.register_host_memory(memory)
 

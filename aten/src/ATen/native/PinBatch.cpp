@@ -239,7 +239,12 @@ class BatchPinner {
     if (target_.ownKernels) {
       return tensorOf(leaf).is_pinned();
     }
-    return isPinned(*leaf.source->unsafe_storage().unsafeGetStorageImpl());
+    const auto& storage = *leaf.source->unsafe_storage().unsafeGetStorageImpl();
+    const Extent extent = extentOf(*leaf.source);
+    return isPinned(
+        storage,
+        static_cast<const char*>(storage.data()) + extent.begin,
+        extent.size());
   }
 
   void refuse(Leaf& leaf, size_t asked, const std::string& reason) {

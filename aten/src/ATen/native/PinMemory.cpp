@@ -5,7 +5,6 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/HostMemoryHooks.h>
-#include <ATen/HostMemoryRegistry.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PinTarget.h>
 #include <ATen/core/HostCacheStats.h>
@@ -50,20 +49,15 @@ bool is_pinned_dense(const Tensor& self, std::optional<Device> /*device*/) {
     return false;
   }
   const auto& storage = *self.storage().unsafeGetStorageImpl();
-  if (isPinned(storage)) {
-    return true;
+  if (storage.data() == nullptr || self.is_nested()) {
+    return isPinned(storage); // a nested tensor has no strides
   }
-  if (self.is_nested()) {
-    return false; // has no strides
-  }
-  // Of a storage that is page-locked in part, this part.
   const auto itemsize = self.dtype().itemsize();
-  return storage.data() != nullptr &&
-         HostMemoryRegistry::instance().covers(
-             static_cast<const char*>(storage.data()) +
-                 self.storage_offset() * itemsize,
-             detail::computeStorageNbytes(
-                 self.sizes(), self.strides(), itemsize));
+  return isPinned(
+      storage,
+      static_cast<const char*>(storage.data()) +
+          self.storage_offset() * itemsize,
+      detail::computeStorageNbytes(self.sizes(), self.strides(), itemsize));
 }
 
 Storage pinned_storage(size_t bytes, c10::Allocator* allocator) {
@@ -118,11 +112,12 @@ Tensor pin_memory_dense(const Tensor& self, std::optional<Device> /*device*/) {
 
 #if !TORCHPIN_BASE_HAS_GENERIC_PIN_KERNELS
 
-// Runs the accelerator's own kernel of `name`, if it has one.
+// Runs the accelerator's own kernel of `name`, if it has one. That of CUDA is
+// the base's, and ours knows more.
 template <typename Return>
 std::optional<Return> accelerator_kernel(const char* name, const Tensor& self) {
   const auto accelerator = at::getAccelerator(/*checked=*/false);
-  if (!accelerator.has_value()) {
+  if (!accelerator.has_value() || *accelerator == c10::kCUDA) {
     return std::nullopt;
   }
   const auto key = c10::computeDispatchKey(
