@@ -12,7 +12,7 @@ BENCH ?=
 on_base = $(if $(BASE),--base $(BASE))
 venv = $(if $(filter-out 2.13.0,$(BASE)),.venv-$(BASE),.venv)
 
-.PHONY: help demo build test test-all bench docs lint clean
+.PHONY: help demo build test test-all test-cuda bench docs lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1:\2/p' $(MAKEFILE_LIST) | \
@@ -33,6 +33,10 @@ test: ## the whole test suite on PyTorch 2.3.1 and 2.13.0, or on BASE
 
 test-all: ## the whole test suite on every PyTorch of tools/requirements
 	@$(PYTHON) tools/run_tests.py --all --pytest='$(ARGS)'
+
+test-cuda: ## what is written for any accelerator, on CUDA without a GPU; on PyTorch 2.9.1 or BASE
+	@$(PYTHON) tools/make_env.py --base $(or $(BASE),2.9.1) --with test
+	@.venv-$(or $(BASE),2.9.1)/bin/python test/cudart_on_cpu.py $(ARGS)
 
 bench: ## every benchmark of tools/bench, or those named by BENCH
 	@$(PYTHON) tools/make_env.py $(on_base) --with test $(if $(BASE),,--with rivals)

@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -107,9 +108,11 @@ def set_locked_limit(nbytes: int | None) -> None:
     _function("set_locked_limit", ctypes.c_int, ctypes.c_int64)(-1 if nbytes is None else nbytes)
 
 
-def counters() -> dict[str, int]:
-    """``locked_bytes`` now, and ``pin_calls`` since the process began."""
+def counters() -> dict[str, Any]:
+    """``locked_bytes`` and ``contexts`` (devices) now, and ``pin_calls`` since the process began."""
+    has_context = _function("has_context", ctypes.c_int, ctypes.c_int)
     return {
+        "contexts": {device for device in range(2) if has_context(device)},
         "locked_bytes": _function("locked_bytes", ctypes.c_int64)(),
         "pin_calls": _function("lock_calls", ctypes.c_uint64)(),
     }

@@ -26,7 +26,7 @@ from torchpin.conformance.fresh import run_fresh, step
 from torchpin.conformance.requirement import Hook, Nonconformance, require
 
 _REFDEV = ("--accelerator", "refdev", "--import", "torch_refdev")
-_ADAPTOR = ("--adaptor", "conformance_refdev")
+_ADAPTOR = ("--adaptor", "conformance_adaptor")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torchpin
-from common_pin import ACCELERATOR, BASE, run_script
+from common_pin import ACCELERATOR, BASE, DRIVER, run_script
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -192,7 +192,7 @@ class RegisterTest(TestCase):
         """Ranges registered, and bytes locked for them."""
         ranges, nbytes = torchpin._C._host_memory_registered()
         if ON_REFDEV:
-            locked = torch_refdev.counters()["locked_bytes"]
+            locked = DRIVER.counters()["locked_bytes"]
             return ranges, locked - torchpin.host_memory_stats()["allocated_bytes.current"]
         return ranges, nbytes
 
@@ -371,25 +371,25 @@ class RegisterTest(TestCase):
         with self.assertRaises(TypeError):
             torchpin.register_host_memory("text")
 
-    @unittest.skipIf(not ON_REFDEV, "there is no way to make CUDA refuse")
+    @unittest.skipIf(DRIVER is None, "there is no way to make a GPU's driver refuse")
     def test_refusal(self) -> None:
         tensor = torch.zeros(MIB)
-        torch_refdev.set_locked_limit(torch_refdev.counters()["locked_bytes"] + 8192)
+        DRIVER.set_locked_limit(DRIVER.counters()["locked_bytes"] + 8192)
         try:
             with self.assertRaisesRegex(RuntimeError, "Cannot page-lock 4194304 bytes"):
                 torchpin.register_host_memory(tensor)
         finally:
-            torch_refdev.set_locked_limit(None)
+            DRIVER.set_locked_limit(None)
         self.assertFalse(tensor.is_pinned())
         self.assert_nothing_left()
         # The device has no error pending.
         self.assertEqual(torch.ones(3).to(ACCELERATOR).cpu(), torch.ones(3))
 
-    @unittest.skipIf(not ON_REFDEV, "needs a copy that is held back")
+    @unittest.skipIf(DRIVER is None, "needs a copy that is held back")
     def test_copies_read_it_directly(self) -> None:
         tensor = torch.zeros(1000)
         with torchpin.register_host_memory(tensor):
-            with torch_refdev.hold_copies():
+            with DRIVER.hold_copies():
                 there = tensor.to(ACCELERATOR, non_blocking=True)
                 tensor.fill_(7)
             self.assertEqual(there.cpu(), torch.full((1000,), 7.0))
@@ -397,8 +397,8 @@ class RegisterTest(TestCase):
     def test_copies_in_flight_are_waited_for(self) -> None:
         """Memory may be written to, or used for something else, once it is not registered any more."""
         numbers = 4 * MIB  # mapped by itself: freed memory is gone, and an address comes again
-        if ON_REFDEV:
-            torch_refdev.set_copy_delay(0.02)
+        if DRIVER is not None:
+            DRIVER.set_copy_delay(0.02)
         try:
             for way in ("unregister", "by data", "freed", "replaced", "array"):
                 tensor = torch.full((numbers,), 3.0)
@@ -426,8 +426,8 @@ class RegisterTest(TestCase):
             registration.unregister()
             self.assertEqual(back, torch.full((numbers,), 3.0))
         finally:
-            if ON_REFDEV:
-                torch_refdev.set_copy_delay(0)
+            if DRIVER is not None:
+                DRIVER.set_copy_delay(0)
         self.assert_nothing_left()
 
     def test_cuda_is_waited_for_unless_a_graph_is_captured(self) -> None:

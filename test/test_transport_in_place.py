@@ -23,7 +23,9 @@ from torch.utils.data import Dataset
 from torchpin import _C
 
 pytestmark = [
-    pytest.mark.skipif(not HAS_REPORTS, reason="copies are reported to the host allocator from 2.8 on"),
+    pytest.mark.skipif(
+        not HAS_REPORTS, reason="copies are reported to the host allocator from 2.8 on"
+    ),
     pytest.mark.skipif(DRIVER is None, reason="nobody can hold back the copies of a GPU"),
 ]
 on_refdev = pytest.mark.skipif(ACCELERATOR != "refdev", reason="about a backend that can be broken")

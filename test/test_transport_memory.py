@@ -19,7 +19,9 @@ from test_transport import HAS_REPORTS, MODES, Images, check_images, each_mode, 
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.data import default_collate
 
-told_what_is_locked = pytest.mark.skipif(DRIVER is None, reason="no driver of a GPU tells what is locked")
+told_what_is_locked = pytest.mark.skipif(
+    DRIVER is None, reason="no driver of a GPU tells what is locked"
+)
 
 # The training loop is slower than the workers, so that as many batches wait as may wait, in every run.
 HELD = """

@@ -271,6 +271,29 @@ c10::Allocator* builtinAllocator(c10::DeviceType type, Initialize initialize) {
 #endif
 }
 
+// Whether CUDA was started on any device. Its runtime, asked about an address,
+// makes a context where there is none; where there is none nothing is pinned.
+bool cudaIsStarted() {
+  static std::atomic<bool> started{false};
+  if (started.load(std::memory_order_relaxed)) {
+    return true;
+  }
+  try {
+    const auto& hooks = at::detail::getCUDAHooks();
+    const auto devices = static_cast<c10::DeviceIndex>(at::getNumGPUs());
+    for (c10::DeviceIndex device = 0; device < devices; ++device) {
+      if (hooks.hasPrimaryContext(device)) {
+        started.store(true, std::memory_order_relaxed);
+        return true;
+      }
+    }
+    return false;
+  } catch (const std::exception&) {
+    // It cannot be told; then the base does what it does.
+    return true;
+  }
+}
+
 } // namespace
 
 const char* lackName(Lack lack) {
@@ -353,6 +376,9 @@ bool isPinned(const c10::StorageImpl& storage) {
   }
   if (registry.holds(data)) {
     // In part; the backend, asked about the first address, would say yes.
+    return false;
+  }
+  if (*accelerator == c10::kCUDA && !cudaIsStarted()) {
     return false;
   }
   if (auto* supplied = suppliedHostAllocator(*accelerator)) {

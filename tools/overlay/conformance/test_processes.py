@@ -98,6 +98,8 @@ _alive: list[Any] = []
 def start_in_threads(backend: Backend) -> None:
     """Run in a fresh process."""
     step("pinning in several threads at once, the first use of the accelerator")
+    # PyTorch 2.3 stops for ever if threads are the first to hand it a number.
+    torch.full((1,), 0.0)
     _in_threads(lambda number: _pin_and_copy(backend, number))
     step("ending with pinned tensors alive and copies in flight")
     pinned = torch.ones(1 << 20, pin_memory=True)

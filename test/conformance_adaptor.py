@@ -1,4 +1,6 @@
-"""What the conformance suite may ask of the driver of refdev: ``--adaptor conformance_refdev``.
+"""What the conformance suite may ask of the driver: ``--adaptor conformance_adaptor``.
+
+For refdev, and for CUDA where the CPU stands in for the GPU.
 
 The functions are described in ``torchpin/conformance/backend.py``; an adaptor for other hardware looks
 like this one.
@@ -8,9 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-import torch_refdev
-from torch_refdev import hold_copies
+import cudart_on_cpu
+
+if cudart_on_cpu.is_preloaded():
+    driver: Any = cudart_on_cpu
+else:
+    import torch_refdev as driver
+
+hold_copies = driver.hold_copies
 
 __all__ = ["contexts", "hold_copies", "limit_locked", "locked_bytes", "slow_copies"]
 
@@ -18,23 +27,23 @@ __all__ = ["contexts", "hold_copies", "limit_locked", "locked_bytes", "slow_copi
 @contextlib.contextmanager
 def slow_copies() -> Iterator[None]:
     """Every copy begins a little late."""
-    torch_refdev.set_copy_delay(0.002)
+    driver.set_copy_delay(0.002)
     try:
         yield
     finally:
-        torch_refdev.set_copy_delay(0)
+        driver.set_copy_delay(0)
 
 
 def locked_bytes() -> int:
     """Bytes of host memory that the driver has page-locked."""
-    return int(torch_refdev.counters()["locked_bytes"])
+    return int(driver.counters()["locked_bytes"])
 
 
 def contexts() -> set[int]:
     """Devices that have a context in this process."""
-    return set(torch_refdev.counters()["contexts"])
+    return set(driver.counters()["contexts"])
 
 
 def limit_locked(nbytes: int | None) -> None:
     """Page-locking beyond ``nbytes`` is refused; None: no limit."""
-    torch_refdev.set_locked_limit(nbytes)
+    driver.set_locked_limit(nbytes)
