@@ -432,7 +432,7 @@ class RegisterTest(TestCase):
 
     def test_cuda_is_waited_for_unless_a_graph_is_captured(self) -> None:
         # What is asked of CUDA, without a GPU: to wait is an error while a graph is captured.
-        from torchpin import host_memory
+        from torch.cuda import _host_registration
 
         calls: list[str] = []
         capturing = False
@@ -450,12 +450,12 @@ class RegisterTest(TestCase):
                 torch._C, "_cuda_hasPrimaryContext", lambda device: device != 1, create=True
             ),
         ):
-            host_memory._cuda_unregister(4096, 8192)
+            _host_registration.unlock(4096, 8192)
             waited = ["synchronize(0,)", "synchronize(2,)"]
             self.assertEqual(calls, [*waited, "cudaHostUnregister(4096,)"])
             calls.clear()
             capturing = True
-            host_memory._cuda_unregister(4096, 8192)
+            _host_registration.unlock(4096, 8192)
             self.assertEqual(calls, ["cudaHostUnregister(4096,)"])
 
     def test_registration_is_an_object(self) -> None:

@@ -8,10 +8,7 @@ base has for it. They work on every supported release.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import re
 import sys
 import weakref
 from collections import OrderedDict
@@ -185,16 +182,6 @@ def register_host_memory(data: Any) -> HostMemoryRegistration:
         RuntimeError: if its driver refuses; nothing stays locked then.
         ValueError: for tensors that are not dense and on the CPU.
     """
-    try:
-        return _register(data)
-    except NotImplementedError:
-        # Only now: to ask for the accelerator first costs more than a page takes to be locked.
-        if not _supply_cuda_functions():
-            raise
-    return _register(data)
-
-
-def _register(data: Any) -> HostMemoryRegistration:
     registration: HostMemoryRegistration
     if isinstance(data, torch.Tensor):
         registration = _extension()._host_memory_register_tensor(data, data)
@@ -272,63 +259,6 @@ def _unregister_buffer(address: int, nbytes: int) -> bool:
     return done
 
 
-# ---- CUDA
-
-
-def _supply_cuda_functions() -> bool:
-    """Gives the registry cudaHostRegister and cudaHostUnregister; False if CUDA is not asked for."""
-    if _accelerator() != "cuda":
-        return False
-    # The driver takes any range and counts bytes, so nothing is rounded to pages.
-    _extension()._set_host_memory_functions(
-        "cuda", _cuda_register, _cuda_unregister, None, None, 1, False
-    )
-    return True
-
-
-def _cuda_register(address: int, nbytes: int) -> bool:
-    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(error) == 0:
-        return True
-    _clear_cuda_error()
-    raise RuntimeError(f"cudaHostRegister: {torch.cuda.cudart().cudaGetErrorString(error)}")
-
-
-def _cuda_unregister(address: int, nbytes: int) -> None:
-    _wait_for_cuda()
-    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-        _clear_cuda_error()
-
-
-def _wait_for_cuda() -> None:
-    """Waits for all copies on all devices, since which of them use a range nobody knows.
-
-    CUDA does not say that cudaHostUnregister waits. While a graph is captured on this thread's
-    stream it is not allowed to wait, and the copies of the graph have not been started.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return
-    for device in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
-            # An error of a kernel is for whoever waits for that.
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(device)
-
-
-def _clear_cuda_error() -> None:
-    """Takes back the error that the runtime remembers, which would show up at the next kernel."""
-    with open("/proc/self/maps") as maps:
-        found = re.search(r"\S+/lib(cudart|amdhip64)[-.\w]*\.so[.\d]*$", maps.read(), re.MULTILINE)
-    if found is not None:
-        library = ctypes.CDLL(found[0])
-        name = "cudaGetLastError" if found[1] == "cudart" else "hipGetLastError"
-        getattr(library, name)()
-        return
-    # Linked in statically: the check after a kernel launch takes it back, and raises it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
 # ---- backends that are written in Python
 
 
@@ -381,7 +311,7 @@ def register_host_memory_functions(
     supplies = lack in ("hooks", "allocator", "null_allocator", "plain_allocator")
     supplies = supplies or extension._host_memory_is_supplied(name)
     extension._set_host_memory_functions(
-        name, page_lock, unlock, record_event, query_event, 4096, supplies
+        name, page_lock, unlock, None, record_event, query_event, 4096, supplies
     )
 
 

@@ -67,6 +67,7 @@ class Method:
 
 WHOLE_FILES: Final = (
     WholeFile("torch._pin_deprecation", "the deprecated device argument, in one place"),
+    WholeFile("torch.cuda._host_registration", "how CUDA page-locks memory that exists"),
     WholeFile("torch.utils.data._utils.pin_target", "what a loader pins for, and whether it can"),
     WholeFile("torch.utils.data._utils.pin_containers", "how objects of all kinds are taken apart"),
     WholeFile("torch.utils.data._utils.direct_queue", "small messages go straight into the pipe"),

@@ -39,6 +39,7 @@ bool interpreterIsGone() {
 struct Functions {
   py::object lock;        // (address, nbytes) -> False where refused
   py::object unlock;      // (address, nbytes)
+  py::object unlockIdle;  // the same, or None
   py::object recordEvent; // (stream) -> event, or None
   py::object queryEvent;  // (event) -> bool
 };
@@ -70,29 +71,30 @@ bool callLock(const Functions& functions, void* ptr, size_t bytes) {
   }
 }
 
-void callUnlock(const Functions& functions, void* ptr, size_t bytes) {
+void callUnlock(const py::object& unlock, void* ptr, size_t bytes) {
   if (interpreterIsGone()) {
     return;
   }
   py::gil_scoped_acquire gil;
   try {
-    functions.unlock(reinterpret_cast<uintptr_t>(ptr), bytes);
+    unlock(reinterpret_cast<uintptr_t>(ptr), bytes);
   } catch (py::error_already_set& error) {
     error.restore();
-    PyErr_WriteUnraisable(functions.unlock.ptr());
+    PyErr_WriteUnraisable(unlock.ptr());
   }
 }
 
 std::shared_ptr<const at::pin::HostMemoryLocker> lockerOf(
-    Functions* functions,
+    const Functions* functions,
+    const py::object* unlock,
     size_t granularity) {
   return std::make_shared<const at::pin::HostMemoryLocker>(
       at::pin::HostMemoryLocker{
           [functions](void* ptr, size_t bytes) {
             return callLock(*functions, ptr, bytes);
           },
-          [functions](void* ptr, size_t bytes) {
-            callUnlock(*functions, ptr, bytes);
+          [unlock](void* ptr, size_t bytes) {
+            callUnlock(*unlock, ptr, bytes);
           },
           granularity});
 }
@@ -163,7 +165,7 @@ struct PythonRuntime {
 
   void free_host_memory(void* ptr, size_t bytes) {
     if (auto* with = functions.load()) {
-      callUnlock(*with, ptr, bytes);
+      callUnlock(with->unlock, ptr, bytes);
     }
     munmap(ptr, bytes);
   }
@@ -192,6 +194,7 @@ void setFunctions(
     const std::string& deviceType,
     py::object lock,
     py::object unlock,
+    py::object unlockIdle,
     py::object recordEvent,
     py::object queryEvent,
     size_t granularity,
@@ -203,9 +206,14 @@ void setFunctions(
     auto* functions = new Functions{
         std::move(lock),
         std::move(unlock),
+        std::move(unlockIdle),
         std::move(recordEvent),
         std::move(queryEvent)};
-    supply.locker = lockerOf(functions, granularity);
+    supply.locker = lockerOf(functions, &functions->unlock, granularity);
+    if (!functions->unlockIdle.is_none()) {
+      supply.idleLocker =
+          lockerOf(functions, &functions->unlockIdle, granularity);
+    }
     if (withAllocator) {
       PythonRuntime::functions = functions;
       supply.allocator = &PythonHostMemory::instance();

@@ -37,10 +37,7 @@ using Bytes = std::pair<const void*, size_t>;
 
 struct Shared {
   std::mutex mutex;
-  std::array<
-      std::shared_ptr<const HostMemoryLocker>,
-      c10::COMPILE_TIME_MAX_DEVICE_TYPES>
-      lockers;
+  std::array<HostMemorySupply, c10::COMPILE_TIME_MAX_DEVICE_TYPES> supplies;
   // Registered storages that keep their deleter, with what is registered.
   std::vector<std::pair<c10::Storage, std::vector<Bytes>>> kept;
   c10::AtForkInChild at_fork{&after_fork_in_child, this};
@@ -62,9 +59,12 @@ Shared& shared() {
 std::array<std::atomic<c10::Allocator*>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>
     suppliedAllocators{};
 
-std::shared_ptr<const HostMemoryLocker> suppliedLocker(c10::DeviceType type) {
+std::shared_ptr<const HostMemoryLocker> suppliedLocker(
+    c10::DeviceType type,
+    bool idle) {
   std::lock_guard<std::mutex> lock(shared().mutex);
-  return shared().lockers[static_cast<size_t>(type)];
+  const auto& supply = shared().supplies[static_cast<size_t>(type)];
+  return idle && supply.idleLocker ? supply.idleLocker : supply.locker;
 }
 
 HostMemoryHooks* hooksOf(c10::DeviceType type) {
@@ -77,12 +77,12 @@ HostMemoryHooks* hooksOf(c10::DeviceType type) {
   return dynamic_cast<HostMemoryHooks*>(hooks);
 }
 
-std::shared_ptr<const HostMemoryLocker> requireLocker() {
+std::shared_ptr<const HostMemoryLocker> requireLocker(bool idle) {
   const auto type = at::getAccelerator(/*checked=*/false);
   TORCH_CHECK_NOT_IMPLEMENTED(
       type.has_value(),
       "Cannot page-lock memory in place: no accelerator was found.");
-  if (auto supplied = suppliedLocker(*type)) {
+  if (auto supplied = suppliedLocker(*type, idle)) {
     return supplied;
   }
   HostMemoryHooks* hooks = hooksOf(*type);
@@ -395,9 +395,9 @@ bool unfollow(const c10::Storage& storage, Bytes bytes, Holds& holds) {
 
 void setHostMemorySupply(c10::DeviceType type, HostMemorySupply supply) {
   std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().lockers[static_cast<size_t>(type)] = std::move(supply.locker);
   suppliedAllocators[static_cast<size_t>(type)].store(
       supply.allocator, std::memory_order_release);
+  shared().supplies[static_cast<size_t>(type)] = std::move(supply);
 }
 
 c10::Allocator* suppliedHostAllocator(c10::DeviceType type) noexcept {
@@ -506,12 +506,12 @@ bool recordHostMemoryUse(void* ptr, void* ctx, c10::Stream stream) {
          answer.cache->record_event(ptr, ctx, stream);
 }
 
-void registerHostMemory(const void* ptr, size_t bytes) {
+void registerHostMemory(const void* ptr, size_t bytes, bool idle) {
   if (bytes == 0) {
     return;
   }
   releaseRegisteredHostMemory();
-  const auto locker = requireLocker();
+  const auto locker = requireLocker(idle);
   try {
     HostMemoryRegistry::instance().register_range(locker, ptr, bytes);
   } catch (const HostMemoryRefused& error) {

@@ -30,6 +30,9 @@ namespace at::pin {
 // For a device type whose backend has no C++ of its own. Null takes away.
 struct HostMemorySupply {
   std::shared_ptr<const HostMemoryLocker> locker;
+  // The same for memory that no copy uses any more when it is unlocked, where
+  // unlocking would otherwise wait for more than it has to. May be null.
+  std::shared_ptr<const HostMemoryLocker> idleLocker;
   // Where pinned memory comes from; null for types that have an allocator. Also
   // derives from HostMemoryCache. Lives for ever.
   c10::Allocator* allocator = nullptr;
@@ -85,8 +88,9 @@ bool unregisterHostMemory(
     const void* ptr,
     size_t bytes);
 
-// For memory that is no storage: the caller keeps it alive.
-void registerHostMemory(const void* ptr, size_t bytes);
+// For memory that is no storage: the caller keeps it alive. With `idle` he also
+// knows that copies have finished when he unregisters it: nothing is waited for.
+void registerHostMemory(const void* ptr, size_t bytes, bool idle = false);
 bool unregisterHostMemory(const void* ptr, size_t bytes);
 
 // Gives up registered storages in shared memory that nothing else holds.

@@ -97,7 +97,7 @@ class Slots final : public PinnedSlots,
                                 : slots_->resident_bytes(slot);
     unlock(slot);
     try {
-      registerHostMemory(slots_->slot_data(slot), extent);
+      registerHostMemory(slots_->slot_data(slot), extent, /*idle=*/true);
     } catch (const std::exception&) {
       return false;
     }
@@ -282,6 +282,7 @@ class Slots final : public PinnedSlots,
     }
   }
 
+  // Of a slot that nobody uses: its events have fired.
   void unlock(uint32_t slot) noexcept {
     const uint64_t locked = slots_->pinned_extent(slot);
     if (locked == 0) {
