@@ -69,8 +69,10 @@ def library() -> pathlib.Path:
 
 def environment() -> dict[str, str]:
     """The environment of a process in which the tests for "the accelerator" run on this one."""
+    from common_pin import environment
+
     preload = " ".join([str(library()), os.environ.get("LD_PRELOAD", "")]).strip()
-    return {**os.environ, "LD_PRELOAD": preload, "TORCHPIN_TEST_ACCELERATOR": "cuda"}
+    return environment("cuda", LD_PRELOAD=preload)
 
 
 # ---- in such a process
