@@ -89,7 +89,8 @@ bool unregisterHostMemory(
     size_t bytes);
 
 // For memory that is no storage: the caller keeps it alive. With `idle` he also
-// knows that copies have finished when he unregisters it: nothing is waited for.
+// knows that copies have finished when he unregisters it: nothing is waited
+// for.
 void registerHostMemory(const void* ptr, size_t bytes, bool idle = false);
 bool unregisterHostMemory(const void* ptr, size_t bytes);
 
