@@ -105,10 +105,7 @@ def empty_host_cache() -> None:
     Does nothing where there is no accelerator or its allocator keeps no cache. As
     ``torch.accelerator.empty_host_cache()`` of 2.12 and later, on every base.
     """
-    if _extension()._host_memory_empty_cache() or _accelerator() != "cuda":
-        return
-    if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):
-        torch._C._host_emptyCache()
+    _extension()._host_memory_empty_cache()
 
 
 class _Unset:

@@ -12,6 +12,8 @@
 #include <ATen/core/CachingHostAllocator.h>
 #endif
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -248,6 +250,41 @@ void visitStats(
 
 #endif // TORCHPIN_BASE_HAS_HOST_ALLOCATOR
 
+// Before at::HostAllocator the host allocator of CUDA is a few functions of
+// libtorch_cuda, which a build without CUDA does not have and this library must
+// not be linked to. Without a block of memory they do not touch CUDA. False
+// where there is no such function.
+bool tellCUDA(const char* mangledName) {
+  void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) {
+    return false;
+  }
+  auto* function = reinterpret_cast<void (*)()>(dlsym(library, mangledName));
+  if (function != nullptr) {
+    function();
+  }
+  dlclose(library);
+  return function != nullptr;
+}
+
+// Has `method` called with whoever answers, or the function of CUDA on bases
+// where nobody does. False if there is neither.
+template <class Method>
+bool tell(Method method, const char* ofCUDA) {
+  const Answering answer = answering();
+  if (answer.cache != nullptr) {
+    method(*answer.cache);
+    return true;
+  }
+#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
+  if (answer.allocator != nullptr) {
+    method(*answer.allocator);
+    return true;
+  }
+#endif
+  return answer.type == c10::kCUDA && tellCUDA(ofCUDA);
+}
+
 // `asked` says for what, in an error.
 HostMemoryCache& requireCache(const std::string& asked) {
   const Answering answer = answering();
@@ -433,46 +470,23 @@ std::optional<size_t> hostMemoryHeld() {
   return held;
 }
 
-void resetPeakHostMemoryStats() {
-  const Answering answer = answering();
-  if (answer.cache != nullptr) {
-    answer.cache->reset_peak_stats();
-    return;
-  }
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-  if (answer.allocator != nullptr) {
-    answer.allocator->reset_peak_stats();
-  }
-#endif
+bool resetPeakHostMemoryStats() {
+  return tell(
+      [](auto& allocator) { allocator.reset_peak_stats(); },
+      "_ZN2at4cuda35CachingHostAllocator_resetPeakStatsEv");
 }
 
-void resetAccumulatedHostMemoryStats() {
-  const Answering answer = answering();
-  if (answer.cache != nullptr) {
-    answer.cache->reset_accumulated_stats();
-    return;
-  }
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-  if (answer.allocator != nullptr) {
-    answer.allocator->reset_accumulated_stats();
-  }
-#endif
+bool resetAccumulatedHostMemoryStats() {
+  return tell(
+      [](auto& allocator) { allocator.reset_accumulated_stats(); },
+      "_ZN2at4cuda42CachingHostAllocator_resetAccumulatedStatsEv");
 }
 
 bool emptyHostMemoryCache() {
   releaseRegisteredHostMemory();
-  const Answering answer = answering();
-  if (answer.cache != nullptr) {
-    answer.cache->empty_cache();
-    return true;
-  }
-#if TORCHPIN_BASE_HAS_HOST_ALLOCATOR
-  if (answer.allocator != nullptr) {
-    answer.allocator->empty_cache();
-    return true;
-  }
-#endif
-  return false;
+  return tell(
+      [](auto& allocator) { allocator.empty_cache(); },
+      "_ZN2at4cuda31CachingHostAllocator_emptyCacheEv");
 }
 
 void setMaxHostMemory(size_t bytes) {

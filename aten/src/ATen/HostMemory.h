@@ -51,9 +51,9 @@ c10::Allocator* suppliedHostAllocator(c10::DeviceType type) noexcept;
 bool visitHostMemoryStats(HostMemoryCache::StatVisitor visit, void* argument);
 // Bytes page-locked by it now, if it says.
 std::optional<size_t> hostMemoryHeld();
-void resetPeakHostMemoryStats();
-void resetAccumulatedHostMemoryStats();
-// False where there is no cache to empty.
+// False where there is nothing to reset, and no cache to empty.
+bool resetPeakHostMemoryStats();
+bool resetAccumulatedHostMemoryStats();
 bool emptyHostMemoryCache();
 
 // The cap on page-locked bytes; SIZE_MAX is none. Throw a
