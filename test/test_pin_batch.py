@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 import torchpin
-from common_pin import ACCELERATOR, BASE, HERE, run_script
+from common_pin import ACCELERATOR, BASE, DRIVER, HERE, run_script
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing._internal.common_utils import (
     TestCase,
@@ -1924,6 +1924,7 @@ class TestThroughWorkers(TestCase):
 
 
 class TestExample(TestCase):
+    @unittest.skipIf(ACCELERATOR == "cuda" and DRIVER is not None, "training takes kernels of a GPU")
     def test_example_of_the_documentation(self) -> None:
         """Pins everything with its switch, nothing without, and trains alike."""
         example = HERE.parent / "docs/source/examples/finetune_buckets.py"

@@ -19,6 +19,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <thread>
@@ -1246,6 +1247,35 @@ void a_driver_that_takes_any_range() {
   CHECK(driver.locked.empty());
 }
 
+// What covers() looks up without a lock are pages: one has to stay in that table
+// while any range in it is locked, in whatever order they go.
+void ranges_that_share_a_page() {
+  const std::vector<std::pair<size_t, size_t>> ranges = {
+      {100, 50}, {200, 4096}, {5000, 10}, {5010, 9000}, {14020, 8}};
+  std::vector<size_t> order(ranges.size());
+  std::iota(order.begin(), order.end(), 0);
+  do {
+    FakeDriver driver;
+    driver.granularity = 1;
+    const auto locker = driver.locker();
+    at::pin::HostMemoryRegistry registry;
+    for (const auto& [offset, bytes] : ranges) {
+      registry.register_range(locker, at(offset), bytes);
+    }
+    CHECK(driver.calls.size() == ranges.size());
+    for (size_t gone = 0; gone < order.size(); ++gone) {
+      const auto& [offset, bytes] = ranges[order[gone]];
+      CHECK(registry.unregister_range(at(offset), bytes));
+      for (size_t i = 0; i < order.size(); ++i) {
+        const auto& [other, size] = ranges[order[i]];
+        CHECK(registry.covers(at(other), size) == (i > gone));
+        CHECK(registry.holds(at(other + size - 1)) == (i > gone));
+      }
+    }
+    CHECK(driver.locked.empty());
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
 void unlock_that_throws() {
   FakeDriver driver;
   const auto locker = driver.locker();
@@ -1392,6 +1422,7 @@ const std::map<std::string, void (*)()> cases = {
     {"views_and_wholes", views_and_wholes},
     {"large_ranges_go_in_chunks", large_ranges_go_in_chunks},
     {"a_driver_that_takes_any_range", a_driver_that_takes_any_range},
+    {"ranges_that_share_a_page", ranges_that_share_a_page},
     {"unlock_that_throws", unlock_that_throws},
     {"registry_after_fork", registry_after_fork},
     {"registry_fork_while_a_thread_works", registry_fork_while_a_thread_works},

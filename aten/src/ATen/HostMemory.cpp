@@ -79,6 +79,17 @@ HostMemoryHooks* hooksOf(c10::DeviceType type) {
   return dynamic_cast<HostMemoryHooks*>(hooks);
 }
 
+size_t granularityOf(const HostMemoryHooks& hooks) {
+  const size_t granularity =
+      hooks.abi_version() >= 2 ? hooks.host_memory_granularity() : 0;
+  TORCH_CHECK(
+      granularity <= 1 || granularity % c10::size_class::kPage == 0,
+      "host_memory_granularity() of the hooks of the current accelerator is ",
+      granularity,
+      ". It must be 1, for a driver that takes any range, or 0 for whole pages.");
+  return granularity == 0 ? c10::size_class::kPage : granularity;
+}
+
 std::shared_ptr<const HostMemoryLocker> requireLocker(bool idle) {
   const auto type = at::getAccelerator(/*checked=*/false);
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -104,7 +115,8 @@ std::shared_ptr<const HostMemoryLocker> requireLocker(bool idle) {
           },
           [hooks](void* ptr, size_t bytes) {
             hooks->unregister_host_memory(ptr, bytes);
-          }});
+          },
+          granularityOf(*hooks)});
   return ofHooks;
 }
 

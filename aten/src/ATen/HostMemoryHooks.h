@@ -25,7 +25,7 @@ namespace at::pin {
 class HostMemoryHooks {
  public:
   // Which of the functions below the backend was compiled with.
-  static constexpr uint32_t kAbiVersion = 1;
+  static constexpr uint32_t kAbiVersion = 2;
   virtual uint32_t abi_version() const {
     return kAbiVersion;
   }
@@ -33,9 +33,9 @@ class HostMemoryHooks {
   virtual ~HostMemoryHooks() = default;
 
   // Page-locks [ptr, ptr + bytes) for the accelerator, whatever memory it is:
-  // private, or shared between processes. Both are multiples of the page size
-  // of the system, the memory is mapped and readable, and no part of it is
-  // page-locked through here already. Returns false when the driver refuses;
+  // private, or shared between processes. Both are multiples of
+  // host_memory_granularity(), the memory is mapped and readable, and no byte
+  // of it is page-locked through here already. Returns false when the driver refuses;
   // the caller then behaves as if it had not asked, so the driver must be left
   // without a pending error. May throw instead, to say why. Called without the
   // GIL and without locks of torchpin, from any thread.
@@ -57,6 +57,14 @@ class HostMemoryHooks {
   // memory may be written again.
   virtual bool copies_record_events() const noexcept {
     return false;
+  }
+
+  // Version 2. What begin and size of the ranges above are multiples of: 1, for
+  // a driver that takes any range and counts how many ranges use a page, or 0
+  // for the page size of the system. Pages that belong to other memory as well
+  // take calls of their own then.
+  virtual size_t host_memory_granularity() const noexcept {
+    return 0;
   }
 };
 

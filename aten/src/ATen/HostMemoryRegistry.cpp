@@ -13,8 +13,10 @@ namespace {
 
 constexpr char kLockedPage = 0;
 
-bool made_of_pages(const HostMemoryLocker& locker) {
-  return locker.granularity % c10::size_class::kPage == 0;
+using c10::size_class::round_up_to_page;
+
+uintptr_t round_down_to_page(uintptr_t address) {
+  return address - address % c10::size_class::kPage;
 }
 
 std::string range_text(const void* ptr, size_t bytes) {
@@ -139,11 +141,11 @@ void HostMemoryRegistry::acquire_chunks(
       throw HostMemoryRefused(
           "the process was forked while it page-locked host memory");
     }
-    if (locked && !made_of_pages(*locker)) {
-      ++fine_chunks_;
-    } else if (locked) {
+    if (locked) {
       try {
-        pages_.insert(ptr, bytes, &kLockedPage);
+        const uintptr_t page = round_down_to_page(at);
+        pages_.insert(
+            reinterpret_cast<void*>(page), round_up_to_page(end) - page, &kLockedPage);
       } catch (const std::bad_alloc&) {
         lock.unlock();
         locker->unlock(ptr, bytes);
@@ -190,10 +192,9 @@ void HostMemoryRegistry::release_chunks(
     auto* const ptr = reinterpret_cast<void*>(at);
     const size_t bytes = chunk.end - at;
     chunk.state = State::Unlocking;
-    if (made_of_pages(*chunk.locker)) {
-      pages_.erase(ptr, bytes);
-    } else {
-      --fine_chunks_;
+    const auto [page, last] = pages_of_its_own(at, chunk);
+    if (page < last) {
+      pages_.erase(reinterpret_cast<void*>(page), last - page);
     }
     lock.unlock();
     try {
@@ -209,6 +210,35 @@ void HostMemoryRegistry::release_chunks(
     tables_.chunks.erase(here);
     tables_.changed.notify_all();
   }
+}
+
+// The pages of a chunk that no locked chunk touches besides. Chunks that are
+// being locked do not count: they enter their pages afterwards.
+HostMemoryRegistry::Range HostMemoryRegistry::pages_of_its_own(
+    uintptr_t at,
+    const Chunk& chunk) const noexcept {
+  uintptr_t first = round_down_to_page(at);
+  uintptr_t last = round_up_to_page(chunk.end);
+  const auto here = tables_.chunks.find(at);
+  for (auto other = here; other != tables_.chunks.begin();) {
+    --other;
+    if (other->second.end <= first) {
+      break;
+    }
+    if (other->second.state == State::Locked) {
+      first = round_up_to_page(other->second.end);
+      break;
+    }
+  }
+  for (auto other = std::next(here);
+       other != tables_.chunks.end() && other->first < last;
+       ++other) {
+    if (other->second.state == State::Locked) {
+      last = round_down_to_page(other->first);
+      break;
+    }
+  }
+  return {first, last};
 }
 
 bool HostMemoryRegistry::unregister_range(
@@ -237,17 +267,12 @@ bool HostMemoryRegistry::touches(const void* ptr, size_t bytes) const noexcept {
   return next != tables_.chunks.begin() && std::prev(next)->second.end > begin;
 }
 
-bool HostMemoryRegistry::may_hold(const void* ptr) const noexcept {
-  return pages_.find(ptr) != nullptr ||
-         fine_chunks_.load(std::memory_order_relaxed) != 0;
-}
-
 bool HostMemoryRegistry::holds(const void* ptr) const noexcept {
-  return may_hold(ptr) && touches(ptr, 1);
+  return pages_.find(ptr) != nullptr && touches(ptr, 1);
 }
 
 bool HostMemoryRegistry::covers(const void* ptr, size_t bytes) const noexcept {
-  if (bytes == 0 || !may_hold(ptr)) {
+  if (bytes == 0 || pages_.find(ptr) == nullptr) {
     return false;
   }
   const auto begin = reinterpret_cast<uintptr_t>(ptr);
@@ -289,7 +314,6 @@ void HostMemoryRegistry::after_fork_in_child(void* self) noexcept {
   // parent may have been in the middle of them.
   new (&registry.tables_) Tables;
   registry.pages_.abandon();
-  registry.fine_chunks_ = 0;
   ++registry.epoch_;
 }
 

@@ -8,8 +8,8 @@
 // ~~~~~~~~~~~~~~~~~~~~~~~~
 // A *registration* is a range of bytes as a caller named it, with a count. What
 // the driver is asked to lock are *chunks*: disjoint, on boundaries of the
-// driver's granularity (a page, or a byte for a driver that takes any range),
-// each of them one call, undone by one call. A registration uses all chunks
+// driver's granularity (a page, or a byte for a driver that takes any range and
+// counts how many use a page), each of them one call, undone by one call. A registration uses all chunks
 // that it touches and makes new ones for the gaps; a chunk is undone when
 // nothing uses it any more.
 //
@@ -31,7 +31,6 @@
 #include <c10/core/AtFork.h>
 #include <c10/core/PageMap.h>
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -88,8 +87,8 @@ class HostMemoryRegistry {
   bool touches(const void* ptr, size_t bytes) const noexcept;
 
   // Whether every byte of the range is registered, in one registration or
-  // several. Takes no lock where the first page is not registered, which is the
-  // case of ordinary memory, and a driver with a granularity of 1 has none.
+  // several. Takes no lock where nothing of the first page is locked, which is
+  // the case of ordinary memory.
   bool covers(const void* ptr, size_t bytes) const noexcept;
 
   // Whether the byte at ptr is page-locked through here, registered or in a
@@ -138,18 +137,15 @@ class HostMemoryRegistry {
       Range range,
       const std::vector<uintptr_t>& chunks,
       Lock& lock) noexcept;
+  Range pages_of_its_own(uintptr_t at, const Chunk& chunk) const noexcept;
   static void after_fork_in_child(void* self) noexcept;
 
   const size_t largest_chunk_;
   mutable Tables tables_;
   // How many forks lie between here and the first process.
   uint64_t epoch_ = 0;
-  // Whether the byte at ptr may be in a locked chunk; takes no lock.
-  bool may_hold(const void* ptr) const noexcept;
-
-  // Chunks that are not made of pages.
-  std::atomic<size_t> fine_chunks_{0};
-  // Pages of locked chunks; all entries are the same.
+  // Pages that locked chunks touch; all entries are the same. Read without the
+  // mutex.
   c10::PageMap<const char> pages_;
   c10::AtForkInChild at_fork_; // last: see there
 };

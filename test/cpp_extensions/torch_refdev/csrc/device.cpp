@@ -481,6 +481,10 @@ struct HooksWithPinnedMemory final : Hooks, at::pin::HostMemoryHooks {
     return REFDEV_HAS_HOST_ALLOCATOR && !broken("forget_events");
   }
 
+  size_t host_memory_granularity() const noexcept override {
+    return 1;
+  }
+
   c10::Allocator* allocator;
   bool recognises;
 };

@@ -93,9 +93,7 @@ struct Device {
 };
 
 struct LockedRange {
-  uintptr_t begin; // as the caller gave it
   uintptr_t end;
-  uintptr_t page_end;
   bool owned;
 };
 
@@ -122,8 +120,12 @@ struct Driver {
   uint64_t copies_staged = 0;
   uint64_t copies_device = 0;
 
+  // Held across a change of `ranges` and the mlock or munlock that follows it:
+  // these do not count, so their order must be that of the changes.
+  std::mutex page_locks_mutex;
   std::shared_mutex ranges_mutex;
-  std::map<uintptr_t, LockedRange> ranges; // by first page
+  // By begin, as the caller gave it. A page is locked while a range uses it.
+  std::map<uintptr_t, LockedRange> ranges;
   // Their pages, for who asks about memory that is not locked: without a lock.
   c10::PageMap<Driver> pages;
   int64_t locked_bytes = 0;
@@ -493,25 +495,41 @@ const bool handlers_registered = [] {
   return true;
 }();
 
-Status addRange(Driver& d, LockedRange range) {
-  const uintptr_t first = pageFloor(range.begin);
-  const auto bytes = static_cast<int64_t>(range.page_end - first);
+// The pages of a range that no other range uses. `next` is the range after it.
+std::pair<uintptr_t, uintptr_t> ownPages(
+    const Driver& d,
+    uintptr_t begin,
+    uintptr_t end,
+    std::map<uintptr_t, LockedRange>::const_iterator next) {
+  uintptr_t first = pageFloor(begin);
+  uintptr_t last = pageCeil(end);
+  if (next != d.ranges.end()) {
+    last = std::min(last, pageFloor(next->first));
+  }
+  if (next != d.ranges.begin()) {
+    first = std::max(first, pageCeil(std::prev(next)->second.end));
+  }
+  return {first, std::max(first, last)};
+}
+
+Status addRange(Driver& d, uintptr_t begin, LockedRange range) {
   std::unique_lock<std::shared_mutex> lock(d.ranges_mutex);
-  auto next = d.ranges.lower_bound(first);
-  if (next != d.ranges.end() && next->first < range.page_end) {
+  const auto next = d.ranges.lower_bound(begin);
+  if (next != d.ranges.end() && next->first < range.end) {
     return Status::alreadyRegistered;
   }
-  if (next != d.ranges.begin() && std::prev(next)->second.page_end > first) {
+  if (next != d.ranges.begin() && std::prev(next)->second.end > begin) {
     return Status::alreadyRegistered;
   }
+  const auto [first, last] = ownPages(d, begin, range.end, next);
+  const auto bytes = static_cast<int64_t>(last - first);
   const int64_t limit = settings.locked_limit;
   if (limit >= 0 && d.locked_bytes + bytes > limit) {
     ++d.pin_refusals;
     return Status::lockLimit;
   }
-  d.pages.insert(
-      reinterpret_cast<void*>(first), static_cast<size_t>(bytes), &d);
-  d.ranges.emplace(first, range);
+  d.pages.insert(reinterpret_cast<void*>(first), last - first, &d);
+  d.ranges.emplace(begin, range);
   d.locked_bytes += bytes;
   ++d.pin_calls;
   return Status::ok;
@@ -521,35 +539,38 @@ Status addRange(Driver& d, LockedRange range) {
 Status unlock(void* address, bool owned) {
   Driver& d = driver();
   const auto begin = reinterpret_cast<uintptr_t>(address);
-  LockedRange range;
+  uintptr_t end = 0;
   {
     std::shared_lock<std::shared_mutex> lock(d.ranges_mutex);
-    auto found = d.ranges.find(pageFloor(begin));
-    if (found == d.ranges.end() || found->second.begin != begin ||
-        found->second.owned != owned) {
+    const auto found = d.ranges.find(begin);
+    if (found == d.ranges.end() || found->second.owned != owned) {
       return Status::notRegistered;
     }
-    range = found->second;
+    end = found->second.end;
   }
-  const Status status = waitForUsers(range.begin, range.end);
+  const Status status = waitForUsers(begin, end);
   if (status != Status::ok) {
     return status;
   }
-  const uintptr_t first = pageFloor(begin);
+  std::unique_lock<std::mutex> order(d.page_locks_mutex);
+  std::pair<uintptr_t, uintptr_t> own;
   {
     std::unique_lock<std::shared_mutex> lock(d.ranges_mutex);
-    if (d.ranges.erase(first) == 0) {
+    const auto found = d.ranges.find(begin);
+    if (found == d.ranges.end()) {
       return Status::notRegistered;
     }
-    d.pages.erase(reinterpret_cast<void*>(first), range.page_end - first);
-    d.locked_bytes -= static_cast<int64_t>(range.page_end - first);
+    own = ownPages(d, begin, end, d.ranges.erase(found));
+    d.pages.erase(reinterpret_cast<void*>(own.first), own.second - own.first);
+    d.locked_bytes -= static_cast<int64_t>(own.second - own.first);
     ++d.unpin_calls;
   }
-  auto* pages = reinterpret_cast<void*>(first);
   if (owned) {
-    munmap(pages, range.page_end - first);
-  } else {
-    (void)munlock(pages, range.page_end - first);
+    order.unlock();
+    munmap(address, pageCeil(end) - begin);
+  } else if (own.first < own.second) {
+    (void)munlock(
+        reinterpret_cast<void*>(own.first), own.second - own.first);
   }
   return Status::ok;
 }
@@ -806,7 +827,7 @@ Status hostAlloc(size_t bytes, void** address) noexcept {
     return Status::outOfHostMemory;
   }
   const auto begin = reinterpret_cast<uintptr_t>(memory);
-  status = addRange(driver(), {begin, begin + length, begin + length, true});
+  status = addRange(driver(), begin, {begin + length, true});
   if (status != Status::ok) {
     munmap(memory, length);
     return status;
@@ -841,7 +862,8 @@ Status hostRegister(void* address, size_t bytes) noexcept {
   if (mincore(pages, last - first, resident.data()) != 0) {
     return Status::invalidValue;
   }
-  status = addRange(driver(), {begin, begin + bytes, last, false});
+  std::lock_guard<std::mutex> order(driver().page_locks_mutex);
+  status = addRange(driver(), begin, {begin + bytes, false});
   if (status == Status::ok && mlock(pages, last - first) != 0) {
     // Not allowed to lock: make the pages resident at least.
     (void)madvise(pages, last - first, MADV_WILLNEED);
@@ -873,7 +895,7 @@ bool hostIsLocked(const void* address, size_t bytes) noexcept {
   }
   // A range may be covered by several registrations side by side.
   for (auto it = std::prev(next); it != d.ranges.end(); ++it) {
-    if (at < it->second.begin || at >= it->second.end) {
+    if (at < it->first || at >= it->second.end) {
       return false;
     }
     at = it->second.end;
@@ -891,8 +913,7 @@ bool hostIsLockedStart(const void* address) noexcept {
   Driver& d = driver();
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::shared_lock<std::shared_mutex> lock(d.ranges_mutex);
-  auto found = d.ranges.find(pageFloor(at));
-  return found != d.ranges.end() && found->second.begin == at;
+  return d.ranges.count(at) > 0;
 }
 
 int newStream() noexcept {

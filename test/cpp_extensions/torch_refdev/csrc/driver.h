@@ -84,8 +84,9 @@ size_t deviceCapacity() noexcept;
 void deviceTrim(int device) noexcept;
 
 // Page-locked host memory. `hostRegister` locks the pages that a range which
-// the driver did not allocate lies in; no page can be locked twice. Freeing and
-// unregistering wait for the copies that use the memory.
+// the driver did not allocate lies in. Ranges may share pages, which are locked
+// while one of them uses them, but no bytes. Freeing and unregistering wait for
+// the copies that use the memory.
 Status hostAlloc(size_t bytes, void** address) noexcept;
 Status hostFree(void* address) noexcept;
 Status hostRegister(void* address, size_t bytes) noexcept;

@@ -144,8 +144,8 @@ def is_host_pinned(address: int) -> bool:
 def host_register(address: int, nbytes: int) -> None:
     """Page-locks host memory that the driver did not allocate.
 
-    Raises :class:`RuntimeError` where a page of it is locked already, is not
-    mapped, or would pass the limit.
+    Ranges may share pages. Raises :class:`RuntimeError` where a byte of it is
+    locked already, a page is not mapped, or it would pass the limit.
     """
     _C.host_register(address, nbytes)
 
