@@ -1924,7 +1924,9 @@ class TestThroughWorkers(TestCase):
 
 
 class TestExample(TestCase):
-    @unittest.skipIf(ACCELERATOR == "cuda" and DRIVER is not None, "training takes kernels of a GPU")
+    @unittest.skipIf(
+        ACCELERATOR == "cuda" and DRIVER is not None, "training takes kernels of a GPU"
+    )
     def test_example_of_the_documentation(self) -> None:
         """Pins everything with its switch, nothing without, and trains alike."""
         example = HERE.parent / "docs/source/examples/finetune_buckets.py"

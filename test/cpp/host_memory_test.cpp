@@ -1247,8 +1247,8 @@ void a_driver_that_takes_any_range() {
   CHECK(driver.locked.empty());
 }
 
-// What covers() looks up without a lock are pages: one has to stay in that table
-// while any range in it is locked, in whatever order they go.
+// What covers() looks up without a lock are pages: one has to stay in that
+// table while any range in it is locked, in whatever order they go.
 void ranges_that_share_a_page() {
   const std::vector<std::pair<size_t, size_t>> ranges = {
       {100, 50}, {200, 4096}, {5000, 10}, {5010, 9000}, {14020, 8}};

@@ -86,7 +86,8 @@ size_t granularityOf(const HostMemoryHooks& hooks) {
       granularity <= 1 || granularity % c10::size_class::kPage == 0,
       "host_memory_granularity() of the hooks of the current accelerator is ",
       granularity,
-      ". It must be 1, for a driver that takes any range, or 0 for whole pages.");
+      ". It must be 1, for a driver that takes any range, or 0 for whole "
+      "pages.");
   return granularity == 0 ? c10::size_class::kPage : granularity;
 }
 

@@ -35,10 +35,10 @@ class HostMemoryHooks {
   // Page-locks [ptr, ptr + bytes) for the accelerator, whatever memory it is:
   // private, or shared between processes. Both are multiples of
   // host_memory_granularity(), the memory is mapped and readable, and no byte
-  // of it is page-locked through here already. Returns false when the driver refuses;
-  // the caller then behaves as if it had not asked, so the driver must be left
-  // without a pending error. May throw instead, to say why. Called without the
-  // GIL and without locks of torchpin, from any thread.
+  // of it is page-locked through here already. Returns false when the driver
+  // refuses; the caller then behaves as if it had not asked, so the driver must
+  // be left without a pending error. May throw instead, to say why. Called
+  // without the GIL and without locks of torchpin, from any thread.
   virtual bool register_host_memory(void* ptr, size_t bytes) = 0;
 
   // Undoes exactly one earlier call with the same arguments. The memory is

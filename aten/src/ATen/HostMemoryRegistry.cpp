@@ -145,7 +145,9 @@ void HostMemoryRegistry::acquire_chunks(
       try {
         const uintptr_t page = round_down_to_page(at);
         pages_.insert(
-            reinterpret_cast<void*>(page), round_up_to_page(end) - page, &kLockedPage);
+            reinterpret_cast<void*>(page),
+            round_up_to_page(end) - page,
+            &kLockedPage);
       } catch (const std::bad_alloc&) {
         lock.unlock();
         locker->unlock(ptr, bytes);

@@ -9,9 +9,9 @@
 // A *registration* is a range of bytes as a caller named it, with a count. What
 // the driver is asked to lock are *chunks*: disjoint, on boundaries of the
 // driver's granularity (a page, or a byte for a driver that takes any range and
-// counts how many use a page), each of them one call, undone by one call. A registration uses all chunks
-// that it touches and makes new ones for the gaps; a chunk is undone when
-// nothing uses it any more.
+// counts how many use a page), each of them one call, undone by one call. A
+// registration uses all chunks that it touches and makes new ones for the gaps;
+// a chunk is undone when nothing uses it any more.
 //
 // A page that a registration covers only in part, at its start or end, is a
 // chunk of its own. The rest of such a page belongs to other memory: should

@@ -569,8 +569,7 @@ Status unlock(void* address, bool owned) {
     order.unlock();
     munmap(address, pageCeil(end) - begin);
   } else if (own.first < own.second) {
-    (void)munlock(
-        reinterpret_cast<void*>(own.first), own.second - own.first);
+    (void)munlock(reinterpret_cast<void*>(own.first), own.second - own.first);
   }
   return Status::ok;
 }

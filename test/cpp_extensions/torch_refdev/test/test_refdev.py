@@ -373,10 +373,9 @@ class TestHostMemory(RefdevTestCase):
         begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
         def locked_by_system():
-            for line in open("/proc/self/status"):
-                if line.startswith("VmLck:"):
-                    return int(line.split()[1]) * 1024 - before
-            raise AssertionError("no VmLck")
+            with open("/proc/self/status") as status:
+                (line,) = (line for line in status if line.startswith("VmLck:"))
+            return int(line.split()[1]) * 1024 - before
 
         before = 0
         before = locked_by_system()
