@@ -136,7 +136,8 @@ class CapTest(TestCase):
     @unittest.skipIf(DRIVER is None, "there is no way to make a GPU's driver refuse")
     def test_refused_batches_take_what_is_unused(self) -> None:
         torchpin.empty_host_cache()
-        pinned_empty(8 * MIB)  # which stays page-locked in the cache
+        unused = [pinned_empty(MIB // 2) for _ in range(8)]
+        del unused  # They stay page-locked in the cache, each too small for what follows.
         locked = DRIVER.counters()["locked_bytes"]
         DRIVER.set_locked_limit(locked + MIB // 2)
         try:
