@@ -103,16 +103,35 @@ def test_no_more_is_locked_or_resident_than_in_stock(loop: str) -> None:
 
 
 class Gated:
-    """A collate function that waits between its work and its end while the gate is closed."""
+    """A collate function that waits between its work and its end while the gate is closed: at any batch,
+    or at the one with sample `only`."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: int | None = None) -> None:
+        self.only = only
         self.open = multiprocessing.Event()
         self.open.set()
 
     def __call__(self, samples: Any) -> Any:
         batch = default_collate(samples)
-        self.open.wait()
+        if self.only is None or self.only in batch[1]:
+            self.open.wait()
         return batch
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def try_until_no_worker_is_late(attempt: Callable[[], bool]) -> None:
+    """A worker that lost its processor before it let go of a batch changes which slots are locked; then the
+    attempt returns False."""
+    for _ in range(10):
+        if attempt():
+            return
+    raise AssertionError("a worker was late each time")
 
 
 def one_slot_too_many() -> bool:
@@ -122,13 +141,6 @@ def one_slot_too_many() -> bool:
         loader_of(Images(200), "in_place", batch_size=4, collate_fn=gated, num_workers=1)
     )
     made = iterator._transport
-
-    def wait_for(what: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not what():
-            assert time.monotonic() < deadline, made.slots.stats()
-            time.sleep(0.01)
-
     kept = [next(iterator) for _ in range(6)]
     # Two more are under way. Once they are here, all that exist are in locked slots.
     wait_for(lambda: made.stats.batches == 8)
@@ -157,11 +169,51 @@ def one_slot_too_many() -> bool:
 @told_what_is_locked
 @pytest.mark.skipif(not HAS_REPORTS, reason="in place mode needs PyTorch 2.8")
 def test_a_batch_in_one_slot_too_many_is_moved_to_a_locked_one() -> None:
-    # A worker that lost its processor before it let go of a batch changes which slots are locked.
-    for _ in range(10):
-        if one_slot_too_many():
-            return
-    raise AssertionError("a worker was late each time")
+    try_until_no_worker_is_late(one_slot_too_many)
+
+
+def a_locked_slot_with_a_worker() -> bool:
+    gated = Gated(only=16)
+    gated.open.clear()
+    iterator = iter(
+        loader_of(
+            Images(200),
+            "in_place",
+            batch_size=4,
+            collate_fn=gated,
+            num_workers=2,
+            prefetch_factor=1,
+        )
+    )
+    made = iterator._transport
+    kept = [next(iterator), next(iterator)]
+    wait_for(lambda: made.stats.batches == 4)
+    locked = made.pinned.locked_bytes()
+    # The first worker fills a slot that is locked, and is not done with it.
+    del kept[0]
+    kept.append(next(iterator))
+    wait_for(lambda: made.slots.stats()["claims"] == 5)
+    # All other locked slots are in use: the second worker takes one that is not locked.
+    kept.append(next(iterator))
+    wait_for(lambda: made.stats.batches == 5)
+    if "kept_by_worker" in made.stats.copied_instead:
+        return False
+    assert made.stats.in_place == 5
+    assert made.pinned.locked_bytes() == locked
+    gated.open.set()
+    kept += [next(iterator), next(iterator)]
+    assert made.stats.in_place >= 6
+    for number, batch in enumerate(kept, start=1):
+        check_images(batch)
+        assert batch[1].tolist() == list(range(4 * number, 4 * number + 4))
+        assert batch[0].is_pinned()
+    return True
+
+
+@told_what_is_locked
+@pytest.mark.skipif(not HAS_REPORTS, reason="in place mode needs PyTorch 2.8")
+def test_a_locked_slot_that_a_worker_fills_is_unlocked_before_one_more_is_locked() -> None:
+    try_until_no_worker_is_late(a_locked_slot_with_a_worker)
 
 
 @each_mode

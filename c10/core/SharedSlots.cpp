@@ -467,6 +467,12 @@ bool SharedSlots::has_holds(uint32_t slot) const noexcept {
          held_by_others(slot);
 }
 
+bool SharedSlots::is_with_worker(uint32_t slot) const noexcept {
+  const auto state =
+      state_of(shared_->slot(slot).word.load(std::memory_order_acquire));
+  return state == kClaimed || state == kReady;
+}
+
 bool SharedSlots::held_by_others(uint32_t slot) const noexcept {
   for (uint32_t p = 1; p < shared_->participants; ++p) {
     if (shared_->holds(slot, p).load(std::memory_order_acquire) != 0) {

@@ -217,6 +217,9 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
   bool in_use(uint32_t slot) const noexcept;
   // Whether a participant other than main holds the slot.
   bool held_by_others(uint32_t slot) const noexcept;
+  // Whether a worker fills the slot, or has filled it and main has not taken it
+  // yet. Main: nothing of this process is in it until it is taken.
+  bool is_with_worker(uint32_t slot) const noexcept;
 
   uint32_t slots() const noexcept;
   uint32_t workers() const noexcept;

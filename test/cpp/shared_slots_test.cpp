@@ -131,11 +131,14 @@ void test_life_of_a_slot() {
   fill(first, 96, 7);
 
   const uint32_t slot = claim.slot();
+  CHECK(main->is_with_worker(slot));
   const SlotTicket ticket = claim.commit();
   CHECK(!claim);
   CHECK(!claim.reserve(8));
   CHECK(!worker->take(ticket));
+  CHECK(main->is_with_worker(slot));
   CHECK(main->take(ticket));
+  CHECK(!main->is_with_worker(slot));
   CHECK(!main->take(ticket));
   CHECK(is_filled(main->slot_data(slot), 96, 7));
   SlotHold hold;
@@ -153,9 +156,11 @@ void test_life_of_a_slot() {
 
   main->release(hold);
   CHECK(main->in_use(slot));
+  CHECK(!main->is_with_worker(slot));
   CHECK(main->retain(slot, 1, &hold));
   main->release(hold, 2);
   CHECK(!main->in_use(slot));
+  CHECK(!main->is_with_worker(slot));
   CHECK(!main->retain(slot, 1, &hold));
   main->release(hold);
   CHECK(!main->in_use(slot));

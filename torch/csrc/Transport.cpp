@@ -850,7 +850,7 @@ bool isDroppedByWorker(
   return true;
 }
 
-// `*slot` becomes the one that a moved batch goes to, taken.
+// `*slot` becomes the one that the batch is moved to, taken, if it is.
 Delivery choose(
     SharedSlots& slots,
     at::pin::PinnedSlots* pinned,
@@ -859,12 +859,20 @@ Delivery choose(
   if (pinned == nullptr) {
     return Delivery::Copied;
   }
-  const uint32_t other = pinned->instead_of(ticket.slot, ticket.bytes);
-  if (other != SharedSlots::kNobody) {
-    *slot = other;
+  const auto move = [&](bool keeps) {
+    const uint32_t other = pinned->instead_of(ticket.slot, ticket.bytes, keeps);
+    if (other != SharedSlots::kNobody) {
+      *slot = other;
+    }
+    return other != SharedSlots::kNobody;
+  };
+  if (move(/*keeps=*/false)) {
     return Delivery::Moved;
   }
   if (!isDroppedByWorker(slots, *pinned, ticket)) {
+    if (!move(/*keeps=*/true)) {
+      pinned->make_room(ticket.slot);
+    }
     return Delivery::KeptByWorker;
   }
   return pinned->lock(ticket.slot, ticket.bytes) ? Delivery::InPlace
@@ -895,7 +903,7 @@ py::tuple unpack(
       unpacker.read([&](const Unpacker::Regions& regions) {
         return pinned->deliver(slot, regions);
       });
-    } else if (delivery == Delivery::Moved) {
+    } else if (moved_to != slot) {
       const Taken other(*slots, moved_to);
       RECORD_FUNCTION(
           "pin transport: move", c10::ArrayRef<const c10::IValue>{});

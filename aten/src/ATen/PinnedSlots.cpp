@@ -95,6 +95,9 @@ class Slots final : public PinnedSlots,
     const uint64_t extent = locked == 0
                                 ? c10::size_class::round_up_to_page(bytes)
                                 : slots_->resident_bytes(slot);
+    if (locked == 0) {
+      make_room(slot);
+    }
     unlock(slot);
     try {
       registerHostMemory(slots_->slot_data(slot), extent, /*idle=*/true);
@@ -107,13 +110,26 @@ class Slots final : public PinnedSlots,
     return true;
   }
 
-  uint32_t instead_of(uint32_t slot, uint64_t bytes) override {
-    if (slots_->pinned_extent(slot) != 0 ||
-        locked_slots_.load(std::memory_order_relaxed) <
-            usual_ + most_waiting_.load(std::memory_order_relaxed)) {
+  uint32_t instead_of(uint32_t slot, uint64_t bytes, bool keeps) override {
+    if (!keeps && (slots_->pinned_extent(slot) != 0 || !enough_locked())) {
       return c10::SharedSlots::kNobody;
     }
     return slots_->take_free(bytes);
+  }
+
+  void make_room(uint32_t slot) noexcept override {
+    if (!enough_locked()) {
+      return;
+    }
+    // Only this thread takes slots, so one that is with a worker stays there or
+    // becomes free.
+    for (uint32_t other = 0; other < of_slot_.size(); ++other) {
+      if (other != slot && slots_->pinned_extent(other) != 0 &&
+          slots_->is_with_worker(other)) {
+        unlock(other);
+        return;
+      }
+    }
   }
 
   std::vector<c10::Storage> deliver(
@@ -212,6 +228,13 @@ class Slots final : public PinnedSlots,
     c10::SlotHold hold;
     std::shared_ptr<Slots> self;
   };
+
+  // As many as the base would hold batches, those included that only copies
+  // keep.
+  bool enough_locked() const noexcept {
+    return locked_slots_.load(std::memory_order_relaxed) >=
+           usual_ + most_waiting_.load(std::memory_order_relaxed);
+  }
 
   static void drop(void* context) {
     auto* batch = static_cast<Batch*>(context);

@@ -26,8 +26,9 @@
 // between next() and the end of the batch before, and so in one slot more than
 // pinned batches exist in stock PyTorch. Once as many slots are locked as stock
 // would hold batches, those included whose copies are running, a batch in any
-// other is moved to one that is locked and free, if there is one; workers
-// prefer those, so that this stays rare.
+// other is moved to one that is locked and free; workers prefer those, so that
+// this stays rare. If none is free, a worker is filling one: that one is
+// unlocked instead, since the accelerator has nothing in it.
 
 #include <ATen/Base.h>
 
@@ -67,9 +68,13 @@ class PinnedSlots {
   virtual bool lock(uint32_t slot, uint64_t bytes) = 0;
 
   // A free slot, taken, that the first `bytes` of `slot` should be moved to
-  // rather than page-lock another one; kNobody to lock it. The caller puts it
-  // back.
-  virtual uint32_t instead_of(uint32_t slot, uint64_t bytes) = 0;
+  // rather than page-lock another one, or because a worker `keeps` it; kNobody
+  // if there is none. The caller puts it back.
+  virtual uint32_t instead_of(uint32_t slot, uint64_t bytes, bool keeps) = 0;
+
+  // Before more is page-locked in place of a slot that a worker keeps: unlocks
+  // one, if as many are locked as the base would hold batches.
+  virtual void make_room(uint32_t slot) noexcept = 0;
 
   // Storages over (offset, bytes) of a slot that the caller has taken and will
   // put back; together they hold the slot.
